@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 PLAN = "plan"
 MOST, LONGEST = 32, 200

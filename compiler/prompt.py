@@ -15,7 +15,7 @@ from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
 from compiler.records import CompileRequest
 from lm.prompt import Part, merge
 from memory.entry import MemoryEntry
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
 episodes taught), its current state and its current view. Decide what the acting agent needs now, and write:

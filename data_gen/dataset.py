@@ -24,7 +24,7 @@ from configs.load import read_yaml
 from configs.run_folder import RunFolder
 from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
 from runtime.store import read_json
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     from datasets import Dataset

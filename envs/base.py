@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image

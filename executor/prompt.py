@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm.prompt import Part
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,4 @@
-"""Read the response bodies of endpoints: an answer or vectors, or a fault that names what is there instead."""
+"""Parsing of endpoints' response bodies into an answer, vectors, or a named fault."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from memory.words import word_tokens
 from runtime.http import TransientError
 from runtime.told import parse_json
 
-Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
+Message = dict[str, Any]  # {"role", "content"} of the chat protocol
 
-# Kinds of faults that the same request would meet again, and what can be done about each.
-FINAL = {
+# Kinds of faults that an equal request would have again, with advice for each.
+PERMANENT_FAULTS = {
     "refused": "",  # any other 4xx
     "refusal": "Ask another model",
     "content_filter": "Ask another model, or have the provider's filter changed",
@@ -24,13 +24,13 @@ FINAL = {
     "length": "Give it more room (api.extra={%(length_key)s: N}), or turn its reasoning off (api.extra)",
     "empty": "Ask another model, or turn its reasoning off (api.extra)",
 }
-# Finish reasons, in lower case: of a filter, of the limit of tokens, of what may pass.
+# Finish reasons in lower case: of content filters, of the token limit, of transient faults.
 _FILTERED = ("content_filter", "refusal", "safety", "recitation", "prohibited_content", "sensitive")
 _CUT, _PASSING = ("length", "max_tokens"), ("none", "error", "abort", "other", "unknown")
 
 
 class Fault(TransientError):
-    """One attempt failed. `paid`: tokens read and written that are charged all the same."""
+    """An attempt failed. `paid`: input and output tokens that are charged nevertheless."""
 
     def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
         super().__init__(f"{kind}: {detail}", wait_s)
@@ -38,12 +38,13 @@ class Fault(TransientError):
 
     @property
     def final(self) -> bool:
-        return self.kind in FINAL
+        return self.kind in PERMANENT_FAULTS
 
 
 def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "max_tokens") -> Answer:
-    """Read the first choice of a response body that holds an answer. Servers that count no tokens get an estimate, four
-    characters each. Raises: Fault, which names why there is no answer."""
+    """Return the first answer among a response's choices; missing token counts are estimated at four characters each.
+
+    Raises: Fault, with the reason why there is no answer."""
     body, counts = _read_json(text)
     read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
     choices = body.get("choices") if isinstance(body, dict) else None
@@ -54,13 +55,13 @@ def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "
             read = estimate(messages) if read is None else read
             written = len(content) // 4 + 1 if written is None else written
             return Answer(content, read, written, _finish(choice) in _CUT)
-        advice = FINAL.get(kind, "") % {"length_key": length_key}
+        advice = PERMANENT_FAULTS.get(kind, "") % {"length_key": length_key}
         faults.append(Fault(kind, f"{why}. {advice}" if advice else why, paid=(read or 0, written or 0)))
     raise next(iter(faults), Fault("no_choice", f"the body begins {text[:300]!r}", paid=(read or 0, written or 0)))
 
 
 def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the answer in one choice; or "", a kind of fault, and what the choice says about it."""
+    """Return (answer, "", "") of a choice, or ("", kind of fault, details)."""
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return "", "no_choice", f"a choice without a message: {str(choice)[:300]!r}"
@@ -69,7 +70,7 @@ def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]
     parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
     texts = [part.get("text") for part in parts if part.get("type") in ("text", "output_text")]
     written = "".join(text for text in texts if isinstance(text, str))
-    answer = answer_text(written.encode("utf-8", "replace").decode())  # half a surrogate pair is JSON, but not text
+    answer = answer_text(written.encode("utf-8", "replace").decode())  # JSON may contain lone surrogates
     if answer and reason not in _FILTERED:
         return answer, "", ""
     refusal = message.get("refusal") or next((part["refusal"] for part in parts if part.get("refusal")), None)
@@ -90,12 +91,12 @@ def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]
         else "empty"
     )
     facts = {"finish_reason": reason, "refusal": str(refusal or "")[:200], "tool call": ", ".join(calls)[:200]}
-    said = [f"{name} {fact}" for name, fact in facts.items() if fact]
-    return "", kind, ", ".join(filter(None, ["no answer", *said, reasoned]))
+    details = [f"{name} {fact}" for name, fact in facts.items() if fact]
+    return "", kind, ", ".join(filter(None, ["no answer", *details, reasoned]))
 
 
 def _finish(choice: Mapping[str, Any]) -> str:
-    """Return why a choice ended, in lower case; "none" where it does not say."""
+    """Return a choice's finish reason in lower case; "none" without one."""
     return str(choice.get("finish_reason")).lower()[:40]
 
 
@@ -109,7 +110,7 @@ def _tool_calls(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) 
 
 
 def _reasoned(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], counts: Mapping[str, Any]) -> str:
-    """Say how much of an answer was reasoning in fields of its own, which are not read; "" for none."""
+    """Describe reasoning in separate fields, which are ignored; "" for none."""
     details = counts.get("completion_tokens_details")
     tokens = _count(details.get("reasoning_tokens")) if isinstance(details, dict) else None
     if tokens:
@@ -120,8 +121,14 @@ def _reasoned(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], co
 
 
 def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
-    """Read the n vectors of a response body as float32 in bytes, in the order of their texts, and the tokens that were
-    read (`estimate`, where the server counts none). Raises: Fault, where there are not n of one length."""
+    """Return the n vectors of a response in the order of their texts as float32 bytes, and the input tokens.
+
+    Args:
+        estimate: the input tokens if the server counts none.
+
+    Raises:
+        Fault: there are not n finite vectors of one length.
+    """
     body, counts = _read_json(text)
     read = _count(counts.get("prompt_tokens"))
     read = estimate if read is None else read
@@ -138,7 +145,7 @@ def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
 
 
 def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
-    """Read a response body, and its counts of tokens. Raises: Fault, where it is not JSON."""
+    """Parse a response body; return it with its token counts. Raises: Fault, for other text."""
     try:
         body = parse_json(text.removeprefix("\ufeff"))
     except ValueError as error:
@@ -152,7 +159,7 @@ def _count(value: object) -> int | None:
 
 
 def estimate(messages: Sequence[Message]) -> int:
-    """Estimate tokens: four characters each, or by word and script where that is more; a picture counts as 1,000."""
+    """Estimate the tokens of messages: four characters each or, if more, by words and scripts; 1,000 a picture."""
     contents = [message["content"] for message in messages]
     parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]
     return sum(

@@ -1,12 +1,11 @@
-"""What is changed about attention in transformers and PyTorch.
+"""Changes to attention in transformers and PyTorch.
 
-On a CPU several query heads share one of keys and values without copies: behind a mask transformers copies keys and
-values for every query head before it calls PyTorch, at every token that is written. PyTorch's kernel for CPUs needs no
-copies, and gives the same numbers to the last bit. (Its fast kernels for GPUs do without copies only where there is no
-mask: there nothing is changed.)
+CPU: with a mask, transformers copies keys and values for every query head at every token. PyTorch's CPU kernel shares
+heads without copies and gives the same bits, so `share_heads` calls it directly. (Its fast GPU kernels share heads only
+without a mask: nothing changes there.)
 
-On a GPU transformers reads the mask of every pass to find out whether it may be left out, and waits for the device;
-`padding` says it instead. cuDNN's kernel is off.
+GPU: transformers reads the mask of every pass to decide whether it can be omitted, which synchronises with the device;
+`padding` supplies the answer instead. cuDNN's kernel is disabled.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 SHARED = "sdpa_shared_heads"
 _padded: ContextVar[bool | None] = ContextVar("padded", default=None)
 
-# cuDNN gives NaN gradients behind some masks (pytorch#196678), and plans anew for every length of a cache.
+# cuDNN gives NaN gradients with some masks (pytorch#196678), and plans anew for every cache length.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def padding(padded: bool | None) -> Iterator[None]:
-    """Say whether the mask of the batch that is read inside hides anything; None leaves it to transformers to look."""
+    """Declare whether the batch of the forward passes inside is padded; None lets transformers inspect the mask."""
     token = _padded.set(padded)
     try:
         yield
@@ -43,7 +42,7 @@ def padding(padded: bool | None) -> Iterator[None]:
 def _causal_mask(
     *args: Any, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **more: Any
 ) -> Tensor | None:
-    """Make the mask as `sdpa_mask` does, or leave it out, by what `padding` says."""
+    """Create the mask of `sdpa_mask`, or omit it for a batch without padding."""
     padded = _padded.get()
     if allow_is_causal_skip and padded is not None:
         attention_mask, allow_is_causal_skip = (attention_mask, False) if padded else (None, True)
@@ -51,11 +50,10 @@ def _causal_mask(
 
 
 def share_heads(model: Any) -> None:
-    """Have the text part of a model that lives on a CPU attend without copies, where transformers chose PyTorch's
-    attention for it and query heads share heads of keys and values."""
+    """Let a CPU model's text part attend without copies, if it uses PyTorch's attention with grouped query heads."""
     config = model.config.get_text_config()
-    heads, theirs = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if config._attn_implementation != "sdpa" or not isinstance(theirs, int) or heads == theirs:
+    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if config._attn_implementation != "sdpa" or not isinstance(kv_heads, int) or heads == kv_heads:
         return
     part = next((name for name in model.config.sub_configs if getattr(model.config, name, None) is config), "")
     model.set_attn_implementation({part: SHARED})
@@ -72,7 +70,7 @@ def _attend(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with queries (B, H, Q, d) to keys and values (B, G, K, d), G a divisor of H: (B, Q, H, d)."""
+    """Attend with queries (B, H, Q, d) to keys and values (B, G, K, d), G a divisor of H; return (B, Q, H, d)."""
     if attention_mask is None or position_bias is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **more

@@ -1,7 +1,6 @@
-"""A Hugging Face model as compiler and executor load and use it, text-only or vision-language (`lm.vision`).
+"""Loading and forward passes of Hugging Face models, text-only or vision-language (`lm.vision`).
 
-Positions are always computed here and passed explicitly, so that prefill, decoding with a cache and re-scoring agree to
-the last bit of position.
+Positions are computed here and passed explicitly, so that prefill, decoding with a cache and re-scoring agree.
 """
 
 from __future__ import annotations
@@ -35,14 +34,19 @@ from configs.models import ModelSettings, model_path
 from lm.attention import padding, share_heads
 from lm.device import device_of, dtype_of, to_device
 from lm.prompt import Picture, Prompt, PromptEncoder
-from lm.vision import TYPES, asked, check_sees, joined, vision_parts
+from lm.vision import TOKEN_TYPE_INPUTS, asked, check_vision_model, concatenate_pictures, vision_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded sequences. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings; vision:
-    what the model's forward pass takes for the batch's pictures, by name; padded: whether the mask hides anything,
-    where that is known."""
+    """Padded sequences.
+
+    Attributes:
+        tokens, mask: (B, T).
+        positions: (B, T), or (3, B, T) for multimodal rotary embeddings.
+        vision: the forward pass's arguments for pictures, by name.
+        padded: whether the mask hides anything; None if unknown.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -52,17 +56,19 @@ class Batch:
 
     @property
     def next_positions(self) -> Tensor:
-        """(B, 1) or (3, B, 1), the position after each row's last real token (in text all axes agree)."""
+        """Return the position after each row's last token, (B, 1) or (3, B, 1); all axes agree in text."""
         last = self.positions.masked_fill(self.mask == 0, -1).amax(-1, keepdim=True)
         return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 
 
 class Backbone(PromptEncoder):
-    """A causal LM or VLM and the encoder of its prompts. Raises: ValueError, for a VLM whose pictures do not take the
-    places of tokens (`lm.vision.check_sees`), or of other tokens than its processor's."""
+    """A causal LM or VLM with the encoder of its prompts.
 
-    _recomputed: Sequence[Any] = ()  # layers under gradient checkpointing
-    _home: torch.device | None = None  # where the weights are going to be, where they are not there yet
+    Raises: ValueError, for an unsupported VLM (`lm.vision.check_vision_model`), or if model and processor use different
+    image tokens."""
+
+    _recomputed: Sequence[Any] = ()  # layers with gradient checkpointing
+    _home: torch.device | None = None  # later device of weights that are still elsewhere
 
     def __init__(
         self,
@@ -73,20 +79,20 @@ class Backbone(PromptEncoder):
         home: torch.device | None = None,
     ) -> None:
         super().__init__(processor, memory_token, arguments)
-        self.model = model  # the HF model; PEFT wraps layers in place, so this stays the handle
+        self.model = model  # PEFT wraps layers in place, so this remains the model
         self._home = home
         if self.is_vlm:
-            check_sees(type(model))
+            check_vision_model(type(model))
             vision_parts(model)
-            if self.image_id != (theirs := getattr(model.config, "image_token_id", None)):
+            if self.image_id != (expected := getattr(model.config, "image_token_id", None)):
                 raise ValueError(
-                    f"{type(model).__name__} has pictures in the places of token {theirs}, its processor in those "
-                    f"of {self.image_id}"
+                    f"{type(model).__name__} uses image token {expected}, but its processor {self.image_id}: use "
+                    "the model's own processor"
                 )
 
     @property
     def device(self) -> torch.device:
-        """Where batches go: where a model that is spread over devices has its input embeddings."""
+        """The device of batches: that of the input embeddings if the model is spread over several devices."""
         if self._home is not None:
             return self._home
         hook = getattr(self.model.get_input_embeddings(), "_hf_hook", None)
@@ -99,28 +105,28 @@ class Backbone(PromptEncoder):
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model was made for; None where its config does not say."""
+        """The model's context length in tokens; None if its config does not tell."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @functools.cached_property
     def attends_fully(self) -> bool:
-        """Tell whether every layer attends to all earlier tokens, by mask and position alone, so that a tree's mask
-        means what it says: not with linear attention, state spaces, convolutions or sliding windows, not where tokens
-        of a picture see those that follow, and not with kernels of attention that take no mask."""
+        """Whether every layer attends to all earlier tokens by mask and position alone, so that tree masks work.
+
+        False for linear attention, state spaces, convolutions and sliding windows, for bidirectional attention within
+        pictures, and for attention kernels without masks."""
         config = self.model.config.get_text_config()
         if any(kernel in str(config._attn_implementation) for kernel in ("flash", "flex")):
             return False
         windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
         full = set(getattr(config, "layer_types", None) or windows) <= {"full_attention"}
-        takes_positions = "position_ids" in asked(self.body.forward) and not self._told_types
+        takes_positions = "position_ids" in asked(self.body.forward) and not self._token_type_arguments
         return full and takes_positions and not getattr(self.model, "_is_stateful", False)
 
     @functools.cached_property
-    def _told_types(self) -> list[str]:
-        """Name the arguments that tell the model's attention which tokens are a picture's: its types, where they are
-        not for finding positions."""
+    def _token_type_arguments(self) -> list[str]:
+        """Return the token-type arguments that the model's attention needs, as opposed to its rotary positions."""
         for_attention = self.is_vlm and not hasattr(self.body, "get_rope_index")
-        return [name for name in TYPES if for_attention and name in asked(self.body.forward)]
+        return [name for name in TOKEN_TYPE_INPUTS if for_attention and name in asked(self.body.forward)]
 
     @property
     def body(self) -> Any:
@@ -129,29 +135,28 @@ class Backbone(PromptEncoder):
 
     @property
     def embedding_table(self) -> Tensor:
-        """(V, d), as `embeddings` gives them: some models (Gemma) scale what they store."""
+        """Return (V, d) as in `embeddings`: some models (Gemma) scale the stored weights."""
         layer = self.model.get_input_embeddings()
         scale = getattr(layer, "embed_scale", None)
         return layer.weight if scale is None else layer.weight * scale.to(layer.weight.dtype)
 
     def pad(self, rows: Sequence[Prompt], side: Literal["left", "right"]) -> Batch:
-        """Pad on the left to generate, on the right to score. Raises: ValueError, where a row has places for images but
-        no pixels, or pixels but no places."""
+        """Pad prompts to a batch: on the left to generate, on the right to score.
+
+        Raises: ValueError, if a row's image tokens and pictures do not match."""
         width = max(len(row.ids) for row in rows)
         tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for i, row in enumerate(rows):
             if row.ids.count(self.image_id) != sum(picture.tokens for picture in row.pictures):
-                raise ValueError(
-                    "a prompt's places for a picture and its picture do not go together: encode the request again"
-                )
+                raise ValueError("a prompt's image tokens do not match its pictures: encode the request again")
             where = slice(width - len(row.ids), width) if side == "left" else slice(0, len(row.ids))
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
-        pixels = joined([picture for row in rows for picture in row.pictures], torch.device("cpu"))
+        pixels = concatenate_pictures([picture for row in rows for picture in row.pictures], torch.device("cpu"))
         kinds = (tokens == self.image_id).int() * mask.int() if self.is_vlm else mask
-        types = dict.fromkeys(self._told_types, kinds.long())
-        # Positions are found on the host: on a GPU, `get_rope_index` waits for it several times a row.
+        types = dict.fromkeys(self._token_type_arguments, kinds.long())
+        # Compute positions on the host: on a GPU, `get_rope_index` synchronises several times per row.
         positions = self._positions(tokens, mask, kinds, pixels)
         move = functools.partial(to_device, device=self.device)
         vision = {name: move(tensor) for name, tensor in {**pixels, **types}.items()}
@@ -159,11 +164,12 @@ class Backbone(PromptEncoder):
         return Batch(move(tokens), move(mask), move(positions), vision, padded)
 
     def common(self, rows: Sequence[Prompt]) -> tuple[int, int]:
-        """Count the tokens that several rows begin with, and the pictures among them, that may be read once for all of
-        them; something is left of each row. Nothing for a single row."""
-        if len(rows) < 2 or not self.attends_fully:  # read once, they leave gaps of hidden columns in a cache
+        """Return the numbers of tokens and pictures of a common prefix that can be prefilled once for all rows.
+
+        At least one token of each row remains. (0, 0) for a single row."""
+        if len(rows) < 2 or not self.attends_fully:  # a shared prefix leaves hidden columns in the cache
             return 0, 0
-        first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
+        first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others are between these two
         n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
         n = min(n, *(len(row.ids) - 1 for row in rows))
         shared = 0
@@ -175,7 +181,7 @@ class Backbone(PromptEncoder):
         return n, shared
 
     def _pictures(self, row: Prompt) -> list[tuple[int, int, Picture]]:
-        """List a row's pictures: the first token of each, the one behind its last, itself."""
+        """Return (first token, end, picture) of each picture in a row."""
         at = [i for i, id in enumerate(row.ids) if row.pictures and id == self.image_id]
         ends = accumulate(picture.tokens for picture in row.pictures)
         return [(at[end - p.tokens], at[end - 1] + 1, p) for end, p in zip(ends, row.pictures, strict=True)]
@@ -185,24 +191,28 @@ class Backbone(PromptEncoder):
         return self.model.get_input_embeddings()(tokens)
 
     def picture_embeddings(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Embed the pictures of prompts that have some, as the model itself reads them: (tokens, d) of each. Raises:
-        ValueError, where it makes of them more or fewer than its processor has places for."""
+        """Compute the picture states of each prompt, (tokens, d), for prompts with pictures.
+
+        Raises: ValueError, if the model computes another number of states than its processor has image tokens."""
         pictures = [picture for prompt in prompts for picture in prompt.pictures]
-        found = self.body.get_image_features(**joined(pictures, self.device)).pooler_output
+        found = self.body.get_image_features(**concatenate_pictures(pictures, self.device)).pooler_output
         states = torch.cat([part.flatten(0, -2) for part in found])
         places = [sum(picture.tokens for picture in prompt.pictures) for prompt in prompts]
         if sum(places) != len(states):
-            raise ValueError(f"{type(self.model).__name__} makes {len(states)} states of {sum(places)} image tokens")
+            raise ValueError(
+                f"{type(self.model).__name__} computes {len(states)} states for {sum(places)} image tokens"
+            )
         return list(states.split(places))
 
     def hidden(
         self, batch: Batch, cache: Any = None, embeddings: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Compute final hidden states (B, T, d), after the final norm. With a cache, it is filled.
+        """Compute final hidden states (B, T, d), after the final norm.
 
         Args:
-            embeddings: (B, T, d), read in the place of the batch's tokens.
-            mask: another mask than the batch's, such as a tree's (B, 1, T, T), added to attention logits.
+            cache: filled if given.
+            embeddings: (B, T, d), used instead of the batch's tokens.
+            mask: used instead of the batch's, such as a tree's (B, 1, T, T), added to attention logits.
         """
         read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
         with self._checkpointing(cache is None), self.reading(batch):
@@ -216,20 +226,20 @@ class Backbone(PromptEncoder):
             ).last_hidden_state.to(self.device)
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
-        """Have passes over a batch on a GPU take from the batch whether it is padded, instead of waiting to read it."""
+        """Let forward passes on a GPU use `batch.padded` instead of synchronising to read the mask."""
         return padding(batch.padded if self.device.type == "cuda" else None)
 
     def recompute_layers(self) -> None:
-        """Have passes that a gradient comes back through keep of every layer only what it read, and compute the rest
-        again when it does (gradient checkpointing): also those of a frozen model, which is in evaluation mode, where
-        transformers would not do it and not say so. Raises: ValueError, where the model's layers cannot."""
+        """Enable gradient checkpointing, also in evaluation mode, where transformers silently ignores it.
+
+        Raises: ValueError, if the model's layers do not support it."""
         self._recomputed = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not self._recomputed:
             raise ValueError(f"{type(self.model).__name__} has no gradient checkpointing: gradient_checkpointing=false")
 
     @contextmanager
     def _checkpointing(self, possible: bool) -> Iterator[None]:
-        """Have transformers take the layers for such as train and checkpoint; inside of one, its mode is its own."""
+        """Set layers to training mode, which checkpointing requires; `_checkpointed` restores the mode inside each."""
         layers = [(layer, layer.training) for layer in self._recomputed if possible and torch.is_grad_enabled()]
         for layer, mode in layers:
             layer._gradient_checkpointing_func = partial(_checkpointed, layer, mode)
@@ -242,7 +252,7 @@ class Backbone(PromptEncoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits (..., V) of hidden states (..., d)."""
-        # As rows: of a slice of positions, torch on a CPU copies the head in bfloat16 to multiply (12 times as long).
+        # Flatten to rows: for a slice of positions torch on a CPU copies the bfloat16 head (12 times as slow).
         rows = self.model.get_output_embeddings()(hidden.flatten(0, -2))
         return rows.unflatten(0, hidden.shape[:-1]).to(self.device)
 
@@ -259,24 +269,24 @@ class Backbone(PromptEncoder):
 
 
 def _checkpointed(layer: nn.Module, mode: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer's forward pass, now and once more when its gradient is asked for, in the mode that it is in now."""
+    """Run a layer with gradient checkpointing in its current mode."""
 
-    def as_it_is(*args: Any) -> Any:
+    def in_mode(*args: Any) -> Any:
         before, layer.training = layer.training, mode
         try:
             return function(*args)
         finally:
             layer.training = before
 
-    # To its end the second time, too: slices of weights (FSDP2, ZeRO-3) are given back by hooks behind a layer.
-    return checkpoint(as_it_is, *args, use_reentrant=False, early_stop=False)
+    # No early stop: hooks at the end of a layer free its gathered weights (FSDP2, ZeRO-3).
+    return checkpoint(in_mode, *args, use_reentrant=False, early_stop=False)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_processor(name: str | Path, revision: str | None = None) -> Any:
-    """Load the processor of a vision-language model, the tokenizer of a text model."""
+    """Load the processor of a vision-language model, or the tokenizer of a text model."""
     kind: Any = AutoProcessor if _is_vlm(name, revision) else AutoTokenizer
     return kind.from_pretrained(name, revision=revision)
 
@@ -287,12 +297,11 @@ def load_encoder(
     revision: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> PromptEncoder:
-    """Load what encodes prompts exactly as the model's backbone does, without weights."""
+    """Load a model's prompt encoder without its weights."""
     return PromptEncoder(load_processor(name, revision), memory_token, arguments)
 
 
-# Where a process has a model's weights: on its device; or, where processes are going to share them out, in the host's
-# memory (the one that reads them) or nowhere (meta tensors, for the others).
+# Placement of weights: the device or, before sharding, host memory (rank 0) or nowhere (meta tensors, other ranks).
 Weights = Literal["device", "host", "nowhere"]
 Quantize = Literal["8bit", "4bit"]
 
@@ -308,40 +317,37 @@ def load_backbone(
     arguments: Mapping[str, Any] | None = None,
     weights: Weights = "device",
     quantize: Quantize | None = None,
-    **placing: Any,
 ) -> Backbone:
-    """Load the model with its prompts; a vision-language model if its config has a vision part.
+    """Load a model with its prompt encoder; as a vision-language model if its config has a vision part.
 
     Args:
-        device: that holds all of it, unless there is a `device_map`.
-        device_map: accelerate spreads a model that is too large for one device over all of them and the host's memory:
-            `auto`, or the place of each part. For frozen models.
-        revision: of a model on the hub.
-        attention: its implementation; auto leaves the choice to transformers.
-        arguments: further ones of the chat template.
-        weights: where they are to be.
-        quantize: its linear layers, by bitsandbytes. For frozen models.
-        placing: what accelerate takes besides: max_memory, offload_folder.
+        device: of the whole model, without `device_map`.
+        device_map: spreads a frozen model over devices and host memory by accelerate: `auto`, or a device per module.
+        revision: of a model on the Hub.
+        attention: implementation; `auto` is transformers' choice.
+        arguments: extra arguments of the chat template.
+        weights: placement of the weights.
+        quantize: the linear layers of a frozen model, by bitsandbytes.
 
     Raises:
-        ValueError: a revision of a folder, a vision-language model of a class that cannot be used, no bitsandbytes.
+        ValueError: a revision of a folder, an unsupported vision-language model, or no bitsandbytes.
     """
     quantized = quantization(quantize, dtype, device) if quantize else {}
     sees = _is_vlm(name, revision)
     kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    if sees:  # before its weights are read
+    if sees:  # before reading weights
         config: Any = AutoConfig.from_pretrained(name, revision=revision)
         classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        check_sees(classes[type(config)])
+        check_vision_model(classes[type(config)])
     how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
     if device_map is None and weights == "device" and (quantized or device != "cpu"):
-        device_map = {"": device}  # read where it stays: no copy in the host's memory
+        device_map = {"": device}  # no copy in host memory
     if weights == "nowhere":
         model = _without_weights(kind, name, how)
     elif device_map is None:
         model = kind.from_pretrained(name, **how)
     else:
-        model = kind.from_pretrained(name, **how, **quantized, device_map=device_map, **placing)
+        model = kind.from_pretrained(name, **how, **quantized, device_map=device_map)
     if device == "cpu" and device_map is None:
         share_heads(model)
     home = None if weights == "device" else torch.device(device)
@@ -349,8 +355,9 @@ def load_backbone(
 
 
 def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Say to `from_pretrained` how linear layers are to be quantised; they compute in `dtype`. Raises: ValueError,
-    where bitsandbytes is not installed, or does not run on what there is here."""
+    """Return the arguments of `from_pretrained` that quantise linear layers; they compute in `dtype`.
+
+    Raises: ValueError, if bitsandbytes is missing or does not support the device."""
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import validate_bnb_backend_availability
     from transformers.utils.import_utils import is_bitsandbytes_available
@@ -365,7 +372,9 @@ def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[st
     except (RuntimeError, ImportError) as error:
         raise ValueError(f"quantize={quantize}: bitsandbytes does not run here: {error}") from error
     if quantize == "4bit" and device == "cpu":
-        raise ValueError("quantize=4bit packs weights anew when a CPU first reads them: they would not be frozen. 8bit")
+        raise ValueError(
+            "quantize=4bit repacks weights at their first use on a CPU, so they would not be frozen: use 8bit"
+        )
     if quantize == "8bit":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
@@ -373,37 +382,38 @@ def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[st
 
 
 def _without_weights(kind: Any, name: str | Path, how: Mapping[str, Any]) -> Any:
-    """Make a model as `from_pretrained` does, but that its parameters are meta tensors. Buffers are computed."""
+    """Create a model whose parameters are meta tensors, with real buffers."""
     from accelerate import init_empty_weights
 
     how = dict(how)
     config = AutoConfig.from_pretrained(name, revision=how.pop("revision"))
     with init_empty_weights():
         model = kind.from_config(config, **how)
-    model.tie_weights()  # each parameter was made meta by itself
+    model.tie_weights()  # `init_empty_weights` untied them
     return model.eval()
 
 
 def backbone_of(config: ModelSettings, folder: Path | None = None, weights: Weights = "device") -> Backbone:
-    """Load the model that settings name, or the one in a folder, as they say."""
+    """Load the model of the settings, or the one in `folder` with these settings."""
     device = device_of(config.device)
     return load_backbone(
         folder or model_path(config.model),
         dtype_of(config.dtype, device),
         device,
-        config.memory_token,
-        getattr(config, "device_map", None),
-        None if folder else config.revision,
-        config.attention,
-        config.chat_template,
-        weights,
-        getattr(config, "quantize", None),
+        memory_token=config.memory_token,
+        device_map=getattr(config, "device_map", None),
+        revision=None if folder else config.revision,
+        attention=config.attention,
+        arguments=config.chat_template,
+        weights=weights,
+        quantize=getattr(config, "quantize", None),
     )
 
 
 def input_embeddings(name: str | Path, revision: str | None = None) -> Tensor:
-    """Read (V, d) from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
-    Raises: ValueError, where none of them holds it."""
+    """Read the input embeddings (V, d) from a model's files without loading the model.
+
+    Of a Hub model, only the file that contains them is downloaded. Raises: ValueError, if no file contains them."""
     for path in _weight_files(name, revision):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
@@ -413,7 +423,7 @@ def input_embeddings(name: str | Path, revision: str | None = None) -> Tensor:
 
 
 def _weight_files(name: str | Path, revision: str | None) -> list[Path]:
-    """List the model's safetensors files here; of a hub model, the one with the input embeddings is fetched."""
+    """Return a local model's safetensors files, or download a Hub model's file with the input embeddings."""
     if Path(name).is_dir():
         return sorted(Path(name).glob("*.safetensors"))
     name, index = str(name), "model.safetensors.index.json"
@@ -427,5 +437,5 @@ def _weight_files(name: str | Path, revision: str | None) -> list[Path]:
 
 def _is_vlm(name: str | Path, revision: str | None = None) -> bool:
     if revision is not None and Path(name).is_dir():
-        raise ValueError(f"{name} is a folder: a revision is of a model on the hub")
+        raise ValueError(f"{name} is a folder: a revision needs a model on the Hub")
     return hasattr(AutoConfig.from_pretrained(name, revision=revision), "vision_config")

@@ -1,4 +1,4 @@
-"""The device and number format that settings name on this machine, and copies to a device that do not wait for it."""
+"""Resolution of device and dtype settings, and asynchronous copies to a device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from configs.load import ConfigError
 
 
 def device_of(name: str) -> str:
-    """Resolve a `device` setting to `cpu` or to a GPU with its number: `auto` is this process's GPU where there is one,
-    `cuda` that GPU. Raises: ConfigError, where the device is not there."""
+    """Resolve a `device` setting to `cpu` or `cuda:N`. `auto` and `cuda` are this process's GPU, `auto` else the CPU.
+
+    Raises: ConfigError, if the machine lacks the device."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not gpus):
         return "cpu"
@@ -27,7 +28,7 @@ def device_of(name: str) -> str:
 
 
 def dtype_of(name: str, device: str = "cuda") -> torch.dtype:
-    """Resolve a `dtype` setting for a device: `auto` is bfloat16 on a GPU that computes in it, float32 elsewhere."""
+    """Resolve a `dtype` setting. `auto` is bfloat16 on a GPU that supports it, float32 elsewhere."""
     if name != "auto":
         return getattr(torch, name)
     if device == "cpu" or (torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)):
@@ -36,7 +37,7 @@ def dtype_of(name: str, device: str = "cuda") -> torch.dtype:
 
 
 def placed(**models: Any) -> dict[str, dict[str, str]]:
-    """Describe, for a run's record, the device and number format of those models that this process holds, by role."""
+    """Return device and dtype of the models in this process by role, for a run's record."""
     held = {role: model.backbone for role, model in models.items() if hasattr(model, "backbone")}
     return {
         role: {"device": str(backbone.device), "dtype": str(backbone.model.dtype).removeprefix("torch.")}
@@ -45,7 +46,7 @@ def placed(**models: Any) -> dict[str, dict[str, str]]:
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device. Copies to a GPU go through pinned memory, so that the host does not wait for them."""
+    """Copy a tensor to a device. Copies to a GPU go through pinned memory, so that the host does not wait."""
     device = torch.device(device)
     if device.type == "cuda" and host.device.type == "cpu":
         return host.contiguous().pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Embeddings by endpoint: any OpenAI-compatible server as what memory compares texts by."""
+"""Text embeddings from an OpenAI-compatible endpoint, for memory retrieval."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import numpy as np
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
 
-ROLE = "embedding"  # in the endpoint's accounts
+ROLE = "embedding"  # in the endpoint's cost account
 
 
 class EndpointEmbedder:
-    """An `Embed` (`memory.retrieval`) that asks an endpoint: `batch` texts at a time, each text once, for what was
-    embedded is kept in the endpoint's file. `name` goes on record in a bank."""
+    """An `Embed` (`memory.retrieval`) by an endpoint, which caches vectors by text. A bank records `name`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, self.name = endpoint, endpoint.config.model
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Embed n texts as (n, d) float32. Raises: EndpointStop, where one of them has no vector, or they differ in
-        length."""
+        """Embed n texts as (n, d) float32. Raises: EndpointStop, for a missing vector or vectors of several lengths."""
         distinct, n = list(dict.fromkeys(texts)), self.endpoint.config.batch
         batches = [distinct[i : i + n] for i in range(0, len(distinct), n)]
         found: dict[str, np.ndarray] = {}

@@ -1,9 +1,9 @@
-"""Special tokens that a text spells: encoded as the characters that they are, never as the tokens.
+"""Escaping of special tokens in data: texts that spell one are encoded as characters.
 
-A tokenizer cannot tell the `<|im_end|>` of a chat template from one in an observation. So marks in texts are hidden
-before the template is rendered, and what it renders is encoded by a copy of the tokenizer in which the special tokens
-have other names: the template's are renamed with them, those of the texts are not. The names hold a random key, which
-no text can guess. Texts without marks, nearly all of them, never get here.
+A tokenizer cannot tell the `<|im_end|>` of a chat template from one in an observation. Special tokens in texts are
+therefore hidden before the template is rendered. The rendered chat is encoded by a copy of the tokenizer whose special
+tokens have other names: the template's are renamed, those of the texts are restored as spelled. Names contain a random
+key, which no text can guess. Texts without special tokens take the ordinary path.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-_RESERVED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # added tokens that are structure though not flagged as special
+_RESERVED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # structural added tokens that are not flagged as special
 
 
 class Marks:
-    """The special tokens of one tokenizer as texts spell them."""
+    """Escapes one tokenizer's special tokens in texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._key = tokenizer, f"#{secrets.token_hex(8)}"
@@ -34,8 +34,7 @@ class Marks:
         self._hidden = re.compile(rf"{self._key}(\d+)\.")
 
     def hide(self, text: str) -> str:
-        """Replace every mark by a name that the tokenizer does not know, and lone surrogates, which no tokenizer reads,
-        by U+FFFD."""
+        """Replace special tokens by unknown names, and lone surrogates, which no tokenizer accepts, by U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return self._spelled.sub(lambda found: f"{self._key}{self._ids[found[0]]}.", text)
@@ -44,13 +43,12 @@ class Marks:
         return self._key in text
 
     def are_spelled(self, ids: Sequence[int]) -> bool:
-        """Say whether the text of `ids` spells a mark by ordinary tokens, so that it would be read otherwise."""
+        """Whether `ids` spell a special token by ordinary tokens, so that encoding their text gives other ids."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return len(self._spelled.findall(text)) != sum(id in self._texts for id in ids)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered chat: the marks in it are special tokens, those that `hide` hid are text. Raises:
-        ValueError, where the tokenizer cannot encode them so."""
+        """Encode a rendered chat, with hidden special tokens as text. Raises: ValueError, if the tokenizer cannot."""
         if not self.has_hidden(text):
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         text = self._spelled.sub(lambda found: self._name(self._ids[found[0]]), text)
@@ -67,7 +65,7 @@ class Marks:
 
     @cached_property
     def _renamed(self) -> tuple[Any, dict[int, int]]:
-        """Copy the tokenizer with renamed special tokens; also return the ids of added tokens by their ids there."""
+        """Return a copy of the tokenizer with renamed special tokens, and the original ids by the copy's ids."""
         from tokenizers import Tokenizer
 
         if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is None:
@@ -85,7 +83,7 @@ marks_of = lru_cache(maxsize=4)(Marks)
 
 
 class TextTokenizer:
-    """A tokenizer for processors, which call it with rendered chats: encodes hidden marks as text."""
+    """A tokenizer for processors that encodes hidden special tokens in rendered chats as text."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
@@ -98,6 +96,6 @@ class TextTokenizer:
 
         texts = [text] if isinstance(text, str) else text
         rows = [self._marks.encode(one) for one in texts]
-        made = BatchEncoding({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-        made.char_to_token = lambda row, at: len(self._marks.encode(texts[row][: at + 1])) - 1  # type: ignore[method-assign]
-        return made
+        encoding = BatchEncoding({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
+        encoding.char_to_token = lambda row, at: len(self._marks.encode(texts[row][: at + 1])) - 1  # type: ignore[method-assign]
+        return encoding

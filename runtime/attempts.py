@@ -1,7 +1,7 @@
-"""Results that machinery broke: a resume makes them again, up to a number of attempts, and the record says how often.
+"""Result files that retry failed results on resume, up to a number of attempts.
 
-A row that broke counts as missing while attempts are left. It stays in the file until a later row of the same key
-replaces it, whose `broken` lists the earlier failures, so that a kill loses no count.
+A failed row counts as missing while attempts are left. It remains in the file until a later row with its key replaces
+it and lists the earlier failures under `broken`, so that a kill loses no count.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any, Generic, TypeVar
 from runtime.errors import first_failure
 from runtime.store import JsonLines, Row, to_json
 
-ATTEMPTS = 3  # at a result that machinery breaks, where settings do not say
+ATTEMPTS = 3  # default number of attempts per result
 CAUSE_LENGTH = 400  # characters of a cause in messages and tables
 K = TypeVar("K", bound=Hashable)
-Outcome = tuple[str, str, Sequence[str]]  # a result's name, what broke it ("": nothing), what broke earlier attempts
+Outcome = tuple[str, str, Sequence[str]]  # name, failure ("": none), failures of earlier attempts
 
 
 def failure_of(row: Row) -> str:
-    """Say what broke a recorded episode or one of its further attempts; "" where nothing did."""
+    """Return the first failure of a recorded episode and its retries; "" without one."""
     return first_failure((e["stop_reason"], e["error"]) for e in (row, *row.get("retries", ())))
 
 
 class Attempts(Generic[K]):
-    """A file of results, at most one finished row per key.
+    """A result file with at most one finished row per key.
 
     Args:
         lines: the file.
-        key: what a row is the result of.
-        most: attempts at a result that breaks, over all runs of the command.
-        cause: what broke a row; "" for one that is a result.
+        key: returns a row's key.
+        most: attempts per result over all runs of the command.
+        cause: returns a row's failure; "" for a valid result.
     """
 
     def __init__(
         self, lines: JsonLines, key: Callable[[Row], K], most: int = ATTEMPTS, cause: Callable[[Row], str] = failure_of
     ) -> None:
         self.lines, self.key, self.most, self.cause = lines, key, most, cause
-        self._earlier: dict[K, tuple[str, ...]] = {}  # what broke the attempts so far
-        self.due: set[K] = set()  # broken, with attempts left
+        self._earlier: dict[K, tuple[str, ...]] = {}  # failures so far
+        self.due: set[K] = set()  # failed keys with attempts left
 
     def load(self) -> list[K]:
-        """Drop rows that a later one replaced; return the keys of finished rows in the order of the file."""
+        """Drop replaced rows; return the keys of finished rows in the order of the file."""
         rows = [(self.key(row), self.cause(row), tuple(row.get("broken", ()))) for row in self.lines]
         last = {key: len(earlier) for key, _, earlier in rows}
         replaced = lambda key, cause, earlier: bool(cause) and len(earlier) < last[key]
@@ -55,11 +55,11 @@ class Attempts(Generic[K]):
         return [key for key, _, _ in left if key not in self.due]
 
     def keep(self, wanted: Callable[[K], bool]) -> None:
-        """Drop the other finished rows, which are to be made again; rows that are due stay until they are replaced."""
+        """Drop finished rows with unwanted keys. Rows that are due remain until they are replaced."""
         self.lines.keep(lambda row: wanted(key := self.key(row)) or key in self.due)
 
     def add(self, rows: Iterable[tuple[K, str]]) -> None:
-        """Append JSON texts of rows with their keys, and what broke earlier attempts at them."""
+        """Append (key, JSON text) rows, with the failures of earlier attempts."""
         self.lines.append_lines(*(self._with_earlier(key, text) for key, text in rows))
 
     def _with_earlier(self, key: K, text: str) -> str:
@@ -68,7 +68,7 @@ class Attempts(Generic[K]):
 
 
 def broken_facts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Count results that stayed broken and those that were made again, and give the first cause."""
+    """Count failed results and retried ones, and name the first failure."""
     known = list(outcomes)
     broken = [f"{name}: {cause}" for name, cause, _ in known if cause]
     again = sum(bool(earlier) for _, _, earlier in known)
@@ -76,11 +76,11 @@ def broken_facts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
 
 
 def broken_line(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
-    """Say in one line how many episodes broke, the first cause, and how they are played again; "" where none broke.
+    """Describe failed episodes and how to retry them in one line; "" without failures.
 
     Args:
-        most: attempts at one.
-        setting: its name.
+        most: attempts per episode.
+        setting: name of the setting of `most`.
     """
     if not (facts := broken_facts(outcomes))["n"]:
         return ""

@@ -1,4 +1,4 @@
-"""Why an episode ended, and which of its ends are failures of our own machinery rather than of the agent."""
+"""Stop reasons of episodes, and exceptions for failures of the machinery as opposed to the agent."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class StopReason(StrEnum):
     EXECUTOR_FAILURE = "executor_failure"
     COMPILER_FAILURE = "compiler_failure"
     MEMORY_FAILURE = "memory_failure"
-    WORKER_FAILURE = "worker_failure"  # who played it was lost, again and again (`cluster: ray`)
+    WORKER_FAILURE = "worker_failure"  # its worker was lost repeatedly (`cluster: ray`)
 
 
 class EpisodeFailure(RuntimeError):
-    """Ends one episode, and no other. Raise one of its subclasses, which say who failed."""
+    """Base of failures that end one episode. Raise a subclass, which names the component."""
 
     stop_reason: ClassVar[StopReason]
 
 
 class EnvironmentFailure(EpisodeFailure):
-    """The environment itself broke (crash, time-out, corrupt game). It fails the episode, never the run."""
+    """The environment failed (crash, time-out, corrupt game)."""
 
     stop_reason = StopReason.ENVIRONMENT_FAILURE
 
 
 class ExecutorFailure(EpisodeFailure):
-    """The executor's backend failed for this step."""
+    """The executor's backend failed at this step."""
 
     stop_reason = StopReason.EXECUTOR_FAILURE
 
 
 class CompilerFailure(EpisodeFailure):
-    """The compiler's backend failed for this step."""
+    """The compiler's backend failed at this step."""
 
     stop_reason = StopReason.COMPILER_FAILURE
 
 
 class MemoryFailure(EpisodeFailure):
-    """The memory system failed when it was asked or told of this step."""
+    """The memory system failed to recall or observe at this step."""
 
     stop_reason = StopReason.MEMORY_FAILURE
 
@@ -55,10 +55,10 @@ FAILURES = (
 
 
 def is_failure(stop_reason: str) -> bool:
-    """Tell whether an episode broke: it counts as failed in evaluation and has no part in training or memory."""
+    """Whether the machinery failed: evaluation counts the episode as failed, training and memory leave it out."""
     return stop_reason in FAILURES
 
 
 def first_failure(ends: Iterable[tuple[str, str]]) -> str:
-    """Name the first failure among stop reasons with their errors; "" where none of them is one."""
+    """Return "reason: error" of the first failure among (stop reason, error) pairs; "" without one."""
     return next((f"{reason}: {error}" for reason, error in ends if is_failure(reason)), "")

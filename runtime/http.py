@@ -1,5 +1,4 @@
-"""HTTP: addresses of services on this machine, and how clients call them: in parallel, again where a server is busy or
-starting, never longer than they may."""
+"""HTTP clients with parallel requests, retries and time-outs, and addresses of local services."""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ from tenacity import (
     wait_exponential,
 )
 
-MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
+MAX_WAIT_S = 120.0  # maximal wait between two attempts
 _BUSY = (429, 503)
-_UNFIT = (400, 413, 422)  # what a request holds cannot be served; a wrong key or address is the matter of all
+_INVALID = (400, 413, 422)  # errors of one request's content, as opposed to its key or address
 _CONNECT_S, _LONGEST_PAUSE_S = 5.0, 5.0
 _backoff = wait_exponential(multiplier=0.1)
 
 
 class RemoteError(RuntimeError):
-    """A server that cannot be reached, is too slow, refuses a request, or answers what it should not."""
+    """A server is unreachable or too slow, refuses a request, or sends an invalid answer."""
 
 
 class RefusedError(RemoteError, ValueError):
-    """A request that is not served for what it holds; others may be."""
+    """A server refuses a request for its content; it may serve others."""
 
 
 class TransientError(Exception):
-    """One attempt failed, and another may not. `wait_s`: seconds that the server asks for in between."""
+    """An attempt failed but another may succeed. `wait_s`: the server's Retry-After in seconds."""
 
     def __init__(self, why: str, wait_s: float = 0.0) -> None:
         super().__init__(why)
@@ -47,14 +46,14 @@ class TransientError(Exception):
 
 
 class RemoteServer:
-    """One server.
+    """A client of one server.
 
     Args:
         url: http(s)://host:port, without a path.
-        key_name: the environment variable with its key, if it wants one. The key is kept nowhere else.
-        start: the command that starts it, for messages.
-        timeout: seconds that a request may take from when it is sent, retries included.
-        parallel: requests under way at a time.
+        key_name: the environment variable of the server's key, if it requires one.
+        start: the command that starts the server, for messages.
+        timeout: seconds per request, including retries.
+        parallel: maximal number of concurrent requests.
     """
 
     def __init__(self, url: str, key_name: str, start: str, timeout: float = 120.0, parallel: int = 64) -> None:
@@ -64,7 +63,7 @@ class RemoteServer:
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel),
-            trust_env=False,  # no proxy between us and a server that we name by its address
+            trust_env=False,  # no proxy
         )
 
     def get(self, path: str) -> Any:
@@ -75,8 +74,8 @@ class RemoteServer:
         """Return the JSON answers to all bodies, in their order.
 
         Raises:
-            RefusedError: one of them is refused for what it holds; the others are given up.
-            RemoteError: one of them got no answer; the others are given up.
+            RefusedError: a request was refused for its content; the others are cancelled.
+            RemoteError: a request has no answer; the others are cancelled.
         """
         over, failures = threading.Event(), list[BaseException]()
 
@@ -95,14 +94,14 @@ class RemoteServer:
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
             if failures:
-                raise failures[0]  # those after it were given up
+                raise failures[0]  # later failures are cancellations
             return [future.result() for future in futures]
         finally:
             over.set()
-            pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for answers that nobody wants
+            pool.shutdown(wait=False, cancel_futures=True)  # do not wait for cancelled requests
 
     def _send(self, method: str, path: str, body: Any, over: threading.Event) -> Any:
-        """Return the answer of the first attempt that has one. No attempt is made when `over` is set."""
+        """Send a request until an attempt succeeds; give up once `over` is set."""
         deadline = time.monotonic() + self.timeout
 
         def pause(seconds: float) -> None:
@@ -111,7 +110,7 @@ class RemoteServer:
 
         attempts = Retrying(
             retry=retry_if_exception_type(TransientError),
-            wait=as_asked(_backoff, _LONGEST_PAUSE_S),
+            wait=retry_wait(_backoff, _LONGEST_PAUSE_S),
             sleep=pause,
             stop=stop_before_delay(self.timeout),
         )
@@ -136,10 +135,10 @@ class RemoteServer:
         status = response.status_code
         if status in _BUSY:
             wait_s = retry_after(response.headers.get("retry-after"))
-            raise TransientError(f"{status}: {_said(response)}", wait_s)
+            raise TransientError(f"{status}: {_error_message(response)}", wait_s)
         if status != 200:
-            trouble = RefusedError if status in _UNFIT else RemoteError
-            raise trouble(f"{self.url}{path} answered {status}: {_said(response)}")
+            trouble = RefusedError if status in _INVALID else RemoteError
+            raise trouble(f"{self.url}{path} answered {status}: {_error_message(response)}")
         try:
             return response.json()
         except ValueError:
@@ -147,7 +146,7 @@ class RemoteServer:
 
 
 def retry_after(value: str | None) -> float:
-    """Return the seconds to wait of a header that holds seconds or a date; 0 where it says nothing of use."""
+    """Parse a Retry-After header with seconds or a date; return seconds, 0 for an invalid one."""
     if not value:
         return 0.0
     try:
@@ -160,34 +159,34 @@ def retry_after(value: str | None) -> float:
     return min(MAX_WAIT_S, seconds) if seconds > 0 else 0.0  # also of "nan"
 
 
-def as_asked(
+def retry_wait(
     backoff: Callable[[RetryCallState], float], longest: float = MAX_WAIT_S
 ) -> Callable[[RetryCallState], float]:
-    """Return a wait between attempts: what the server asks for, `backoff` where that is longer, at most `longest`."""
+    """Return tenacity's wait function: the longer of the server's Retry-After and `backoff`, at most `longest`."""
 
     def seconds(state: RetryCallState) -> float:
         failure = state.outcome.exception() if state.outcome else None
-        asked = failure.wait_s if isinstance(failure, TransientError) else 0.0
-        return min(longest, max(asked, backoff(state)))
+        requested = failure.wait_s if isinstance(failure, TransientError) else 0.0
+        return min(longest, max(requested, backoff(state)))
 
     return seconds
 
 
-def _said(response: httpx.Response) -> str:
-    """Give a server's own words on an error, ours or vLLM's."""
+def _error_message(response: httpx.Response) -> str:
+    """Return the error message in a response of our server or vLLM's."""
     try:
         error = response.json()["error"]
-        said = error["message"] if isinstance(error, dict) else error
+        message = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError):
-        said = response.text
-    return str(said)[:500]
+        message = response.text
+    return str(message)[:500]
 
 
 LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is this machine itself."""
+    """Whether a host is this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -195,7 +194,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_loopback(host: str) -> None:
-    """Raise ValueError, unless `host` is an address of this machine that no other can reach."""
+    """Raise ValueError for a host that other machines can reach."""
     if not is_loopback(host):
         raise ValueError(
             f"{host} is not loopback, and requests travel unencrypted here: serve on {LOOPBACK}, and put an SSH tunnel "
@@ -204,12 +203,12 @@ def check_loopback(host: str) -> None:
 
 
 def http_url(host: str, port: int) -> str:
-    """Write the URL of a server."""
+    """Return a server's URL."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket; port 0 takes a free one. Raises: ValueError, where the port is taken."""
+    """Bind a TCP socket; port 0 selects a free one. Raises: ValueError, for a used port."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -221,13 +220,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """Find a port that nobody listens at now; whoever is told it should bind it soon."""
+    """Return a port that is free now; bind it soon."""
     with bound_socket(LOOPBACK, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def answers(url: str, timeout_s: float = 5.0) -> bool:
-    """Tell whether a GET of `url` is answered with 200. No proxy is asked for a server on this machine."""
+    """Whether a GET of `url` returns status 200, without a proxy."""
     try:
         return httpx.get(url, timeout=timeout_s, trust_env=False).status_code == 200
     except httpx.HTTPError:

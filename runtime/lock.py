@@ -1,8 +1,8 @@
-"""One writer per folder: a lock file that names the process which holds it.
+"""One writer per folder: a lock file that names the process holding it.
 
 The lock is a POSIX record lock: it ends with its process, forked children do not inherit it, and NFS supports it. A
-process loses it when it closes any descriptor of the file, so that the file is opened once and read by no other code
-of the process. Where the file system has no locks, the content of the file decides.
+process loses it when it closes any descriptor of the file, so the file is opened once per process. On file systems
+without locks the content of the file decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.store import NO_LOCKS, naming
+from runtime.store import NO_LOCKS, name_path_in_errors
 
 LOCK = ".memcompiler.lock"
 _held: dict[tuple[int, Path], tuple[int, int]] = {}  # (process, lock file) -> (descriptor, locks of this process on it)
@@ -27,17 +27,17 @@ _guard = threading.Lock()
 
 
 class FolderInUse(ValueError):
-    """Another process writes the folder. The message names the process and says what to do."""
+    """Another process writes the folder. The message names the process and the next step."""
 
 
 class FolderLock:
-    """The right to write a folder, until `release`, the end of a `with` block, or the end of the process.
+    """An exclusive lock on a folder until `release`, the end of a `with` block, or the end of the process.
 
-    A process may take the lock of a folder several times; it is free when all of them are released.
+    A process may lock a folder several times and frees it with the last release.
 
     Args:
-        folder: Is made where it does not exist.
-        command: What the process runs, for the message that another process gets.
+        folder: created if missing.
+        command: of this process, for other processes' messages.
 
     Raises:
         FolderInUse: another process holds the lock.
@@ -59,13 +59,13 @@ class FolderLock:
 
 
 def _take(folder: Path, command: str) -> int:
-    """Open the lock file, lock it and write this process into it; returns its descriptor."""
+    """Open and lock the lock file, write this process into it, and return its descriptor."""
     path, pid = folder / LOCK, os.getpid()
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     own = {"command": command, "pid": pid, "host": platform.node(), "since": now, "start": _start_of(pid)}
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with ExitStack() as opened, naming(path):
+        with ExitStack() as opened, name_path_in_errors(path):
             opened.callback(os.close, descriptor)
             _lock(descriptor, folder)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # else released and removed
@@ -76,7 +76,7 @@ def _take(folder: Path, command: str) -> int:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    """Lock the file. Raises: FolderInUse."""
+    """Lock the open file. Raises: FolderInUse."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -93,20 +93,20 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _release(key: tuple[int, Path]) -> None:
-    if key[0] != os.getpid():  # a forked child holds nothing
+    if key[0] != os.getpid():  # a forked child holds no lock
         return
     with _guard:
         descriptor, count = _held.pop(key)
         if count > 1:
             _held[key] = descriptor, count - 1
             return
-        with suppress(OSError):  # a file system that is now read-only
+        with suppress(OSError):  # the file system became read-only
             key[1].unlink()
         os.close(descriptor)
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Read who holds the lock; empty where that is not written (yet)."""
+    """Read the holder of the lock; {} before it is written."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return {key: holder[key] for key in ("command", "pid", "host", "since", "start")}
@@ -115,12 +115,12 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Tell whether a process of this host has ended; of another host's nothing is known."""
+    """Whether a holder on this host has ended; False for other hosts."""
     return holder["host"] == platform.node() and _start_of(holder["pid"]) != holder["start"]
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process of this host was started, in clock ticks since boot; None where there is none."""
+    """Return the start time of a local process in clock ticks since boot; None if it does not exist."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

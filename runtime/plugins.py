@@ -1,7 +1,6 @@
-"""Things that other packages may add by name: environments, memory systems. Ours, those registered, those offered.
+"""Registries of environments and memory systems: built-in, registered, and from other packages' entry points.
 
-Another package offers its spec as an entry point of a group, named as the thing. It is loaded when it is asked for by
-name, and by `memcompiler doctor`.
+Another package adds its spec as an entry point with the spec's name. It is loaded on the first lookup of that name.
 """
 
 from __future__ import annotations
@@ -21,66 +20,62 @@ Spec = TypeVar("Spec", bound=Named)
 
 
 class PluginError(ValueError):
-    """Something that does not exist by that name, or whose package cannot be loaded. The message is ready to print."""
+    """An unknown name, or a plugin that cannot be loaded. The message is ready to print."""
 
 
 class Plugins(Generic[Spec]):
-    """All specs of one kind by name.
+    """The specs of one kind by name.
 
     Args:
-        kind: what one is called in messages: "environment".
-        group: the group of entry points by which other packages offer theirs.
-        spec: the type of a spec.
-        built_in: where ours are, `module:NAME` by name.
+        kind: for messages, such as "environment".
+        group: entry point group of other packages.
+        spec: class of the specs.
+        built_in: `module:NAME` of the built-in specs by name.
     """
 
     def __init__(self, kind: str, group: str, spec: type[Spec], built_in: Mapping[str, str]) -> None:
         self.kind, self.group, self.spec = kind, group, spec
         self.built_in = {name: metadata.EntryPoint(name, place, group) for name, place in built_in.items()}
-        self._ours: dict[str, Spec] = {}  # of the built-in ones those that were asked for: a lookup costs microseconds
-        self._known: dict[str, Spec] = {}  # registered, or loaded from an entry point
+        self._loaded: dict[str, Spec] = {}  # cached built-in specs
+        self._added: dict[str, Spec] = {}  # registered, or loaded from an entry point
 
     def register(self, spec: Spec) -> None:
-        """Add one of this program; PluginError where another one has that name."""
-        if spec.name in self.built_in or self._known.get(spec.name, spec) is not spec:
-            raise PluginError(f"there is {self._a_kind} {spec.name!r} already")
-        self._known[spec.name] = spec
+        """Register a spec. Raises: PluginError, if the name is taken."""
+        if spec.name in self.built_in or self._added.get(spec.name, spec) is not spec:
+            raise PluginError(f"the {self.kind} {spec.name!r} exists already")
+        self._added[spec.name] = spec
 
     def find(self, name: str) -> Spec:
-        """Return the one of that name; PluginError where there is none that can be loaded."""
+        """Return a spec. Raises: PluginError, for an unknown name or a plugin that cannot be loaded."""
         if name in self.built_in:
-            if name not in self._ours:
-                self._ours[name] = self.built_in[name].load()
-            return self._ours[name]
-        if name not in self._known:
-            offered = next(iter(metadata.entry_points(group=self.group, name=name)), None)
-            if offered is None:
+            if name not in self._loaded:
+                self._loaded[name] = self.built_in[name].load()
+            return self._loaded[name]
+        if name not in self._added:
+            point = next(iter(metadata.entry_points(group=self.group, name=name)), None)
+            if point is None:
                 close = difflib.get_close_matches(name, self.names(), n=1)
                 meant = f"; did you mean {close[0]!r}?" if close else ""
                 raise PluginError(f"no {self.kind} {name!r}{meant}; there are {', '.join(self.names())}")
-            self.register(self._offered(offered))
-        return self._known[name]
+            self.register(self._load(point))
+        return self._added[name]
 
     def names(self) -> list[str]:
-        """Return all names: ours first, then those registered, then those that installed packages offer."""
-        offered = sorted(point.name for point in metadata.entry_points(group=self.group))
-        return list(dict.fromkeys([*self.built_in, *self._known, *offered]))
+        """Return all names: built-in, then registered, then those of installed packages."""
+        installed = sorted(point.name for point in metadata.entry_points(group=self.group))
+        return list(dict.fromkeys([*self.built_in, *self._added, *installed]))
 
     def loaded(self) -> list[Spec]:
-        """Return ours, and those of others that this process has asked for or registered."""
-        return [*map(self.find, self.built_in), *self._known.values()]
+        """Return the built-in specs and those that this process has registered or loaded."""
+        return [*map(self.find, self.built_in), *self._added.values()]
 
-    @property
-    def _a_kind(self) -> str:
-        return f"{'an' if self.kind[0] in 'aeiou' else 'a'} {self.kind}"
-
-    def _offered(self, offered: metadata.EntryPoint) -> Spec:
-        where = f"the {self.kind} {offered.name!r} of {offered.dist.name if offered.dist else 'another package'}"
+    def _load(self, point: metadata.EntryPoint) -> Spec:
+        where = f"the {self.kind} {point.name!r} of {point.dist.name if point.dist else 'another package'}"
         try:
-            spec = offered.load()
-        except Exception as error:  # whatever the import of somebody else's module raises
+            spec = point.load()
+        except Exception as error:  # importing another package's module may raise anything
             what = f"{type(error).__name__}: {error}"
-            raise PluginError(f"{where} cannot be loaded ({offered.value}): {what}") from error
-        if not isinstance(spec, self.spec) or spec.name != offered.name:
-            raise PluginError(f"{where} is no {self.spec.__name__} of that name ({offered.value} is {spec!r:.80})")
+            raise PluginError(f"{where} cannot be loaded ({point.value}): {what}") from error
+        if not isinstance(spec, self.spec) or spec.name != point.name:
+            raise PluginError(f"{where} is no {self.spec.__name__} of that name ({point.value} is {spec!r:.80})")
         return spec

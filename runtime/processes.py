@@ -1,7 +1,7 @@
-"""Child processes: one way to start them, watch them and end them.
+"""Start, supervision and termination of child processes.
 
-A child has a session and a process group of its own: Ctrl-C reaches it through us alone, and what it has started ends
-with it. It is reaped only once its group has been killed, for until then nobody else can be given its number.
+A child has its own session and process group: Ctrl-C reaches it only through the parent, and its descendants end with
+it. It is reaped only after its group was killed, so that its pid cannot be reused before.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
-_TAIL = 2000  # bytes of a child's last words
+_TAIL = 2000  # bytes of output in messages
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ProcessError(RuntimeError):
-    """A child process that is not there as it should be; the message ends with its last words."""
+    """A child process ended or is not ready. The message ends with its last output."""
 
 
 class ChildProcess:
-    """A child that has been started. All methods may be called from any thread; as a context, it ends with the block.
+    """A running child process. Methods may be called from any thread; as a context manager, it ends with the block.
 
     Args:
         name: for messages (default: the program's).
-        env: its whole environment (default: ours).
-        output: where stdout and stderr go: to the "terminal" (they stay ours), into a file, or "kept": only their last
-            words, for `tail`.
-        dies_with: how it learns that we are gone, however we went. "thread": the kernel sends it SIGTERM when the
-            THREAD that started it ends (Linux), so start it from the main one. "lifeline": its standard input is a pipe
-            that we hold open and never write to, whose end it has to watch for itself.
-        pass_fds: file descriptors that it inherits.
+        env: its whole environment (default: the parent's).
+        output: of stdout and stderr: "terminal" inherits the parent's, a path writes a file, and "kept" stores only the
+            last output for `tail`.
+        dies_with: how it learns of the parent's end. "thread": the kernel sends SIGTERM when the THREAD that started
+            it ends (Linux), so start it from the main thread. "lifeline": its standard input is a pipe without data,
+            and the child must watch for its end.
+        pass_fds: inherited file descriptors.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ChildProcess:
         self.name = name or Path(command[0]).name
         self._log = output if isinstance(output, Path) else None
         self._words, self._drain = bytearray(), None
-        self._lock = threading.RLock()  # a signal handler of ours may come while we hold it
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         with contextlib.ExitStack() as stack:
             sink = stack.enter_context(self._log.open("wb")) if self._log else None
             self._process = subprocess.Popen(
@@ -89,18 +89,18 @@ class ChildProcess:
 
     @property
     def reaped(self) -> bool:
-        """Whether `kill` is done with it: its number may belong to somebody else by now."""
+        """Whether it was reaped; its pid may be reused."""
         return self._process.returncode is not None
 
     @property
     def status(self) -> int | None:
-        """Exit status, -n where signal n ended it, None while it runs. Reading it does not reap the child."""
+        """Exit status, -n if signal n ended it, None while it runs. Reading it does not reap the child."""
         with self._lock:
             if self.reaped:
                 return self._process.returncode
             try:
                 result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
+            except ChildProcessError:  # reaped elsewhere
                 return self._process.wait()
         if result is None:
             return None
@@ -108,21 +108,20 @@ class ChildProcess:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words; empty while it runs."""
+        """Description of its end; "" while it runs."""
         if (status := self.status) is None:
             return ""
         return f"exit {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def wait(self, timeout_s: float = float("inf")) -> int | None:
-        """Return the status once it has ended, None if it has not by then."""
+        """Wait for its end; return its status, None after the time-out."""
         wait_for([self], timeout_s)
         return self.status
 
     def wait_until_ready(
         self, ready: Callable[[], bool], timeout_s: float, others: Sequence[ChildProcess] = (), every_s: float = 0.2
     ) -> None:
-        """Return once `ready()` is true. Raises: ProcessError, where this one or one of `others` has ended, or the time
-        is over."""
+        """Wait until `ready()` is true. Raises: ProcessError, if this or another child ends, or after the time-out."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             check_alive([self, *others])
@@ -131,39 +130,39 @@ class ChildProcess:
             time.sleep(every_s)
 
     def tail(self) -> str:
-        """Return its last words; nothing where they went to the terminal."""
+        """Return its last output; "" if that went to the terminal."""
         if self._log is not None:
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - _TAIL))
                 return file.read().decode(errors="replace").strip()
         if self._drain is not None and self.status is not None:
-            self._drain.join(0.2)  # what it wrote just before its end
+            self._drain.join(0.2)  # read the final output
         return self._words.decode(errors="replace").strip()
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def signal(self, *numbers: int, group: bool = True) -> None:
-        """Send signals to the whole group, or to the child alone; nobody is reached once it is reaped."""
-        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: nobody is left
+        """Send signals to the whole group or to the child alone, unless it was reaped."""
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the group is empty
             for number in numbers if not self.reaped else ():
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask the whole group to end. A stopped process hears it only once it is continued."""
+        """Send SIGTERM to the whole group, and SIGCONT so that stopped processes receive it."""
         self.signal(signal.SIGTERM, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill what is left of the group and reap the child."""
+        """Kill the group and reap the child."""
         self.signal(signal.SIGKILL)
         with self._lock:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: it is left to the kernel
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
                 self._process.wait(5.0)
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def last_words(self) -> str:
-        """Return the end of a message: its tail, if there is one."""
-        return f"; its last words:\n{words}" if (words := self.tail()) else ""
+        """Return the last output as the end of a message; "" without output."""
+        return f"; its last output:\n{words}" if (words := self.tail()) else ""
 
     def _read_output(self) -> None:
         stream = self._process.stdout
@@ -175,14 +174,14 @@ class ChildProcess:
 
 
 def check_alive(children: Sequence[ChildProcess]) -> None:
-    """Raise ProcessError, if one of them has ended."""
+    """Raise ProcessError if a child has ended."""
     for child in children:
         if child.status is not None:
             raise ProcessError(f"{child.name} ended ({child.status}){child.last_words()}")
 
 
 def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
-    """End children together: SIGTERM, then after `grace_s` SIGKILL; their groups are gone after."""
+    """Terminate children and their groups: SIGTERM, then SIGKILL after `grace_s` seconds."""
     for child in children:
         child.terminate()
     wait_for(children, grace_s)
@@ -191,39 +190,33 @@ def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
 
 
 def torchrun_command(processes: int) -> list[str]:
-    """Write how torchrun starts a group's processes on this machine; `-m MODULE ARGUMENT...` follows.
+    """Return the torchrun command for processes on this machine; append `-m MODULE ARGUMENT...`.
 
-    torchrun would make a folder for their output, which goes to ours instead, and leave it in the temporary directory.
+    The log directory is disabled because torchrun would leave it in the temporary directory.
     """
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     return [*start, f"--log-dir={os.devnull}", "--standalone"]
 
 
 def run_in_foreground(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-    """Run a child at our terminal, send it the SIGINT and SIGTERM that we get, and return its exit status as a shell
-    would: 128 + n where signal n ended it. For the main thread."""
+    """Run a child at the terminal and forward SIGINT and SIGTERM to it. Call it from the main thread.
+
+    Returns its exit status, 128 + n if signal n ended it."""
     child = ChildProcess(command, env=env)
+    forward = lambda number, frame: child.signal(number, group=False)
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with _signal_handler(lambda number, frame: child.signal(number, group=False), signal.SIGINT, signal.SIGTERM):
-            status = child.wait()
+        status = child.wait()
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         child.kill()
     assert status is not None
     return status if status >= 0 else 128 - status
 
 
-@contextlib.contextmanager
-def _signal_handler(handle: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def wait_for(children: Sequence[ChildProcess], timeout_s: float) -> None:
-    """Wait until all have ended, or the time is over."""
+    """Wait until all children have ended or the time-out has passed."""
     deadline, pause = time.monotonic() + timeout_s, 0.002
     while any(child.status is None for child in children) and time.monotonic() < deadline:
         time.sleep(pause)
@@ -231,8 +224,8 @@ def wait_for(children: Sequence[ChildProcess], timeout_s: float) -> None:
 
 
 def _end_with_thread(parent: int) -> None:
-    """Have the kernel send this process SIGTERM when the thread that started it is gone (runs before the program)."""
+    """Let the kernel send this process SIGTERM when the thread that started it ends (`preexec_fn`)."""
     if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it went before that was said
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)

@@ -1,4 +1,4 @@
-"""One progress bar, ours: live on a terminal, a plain line now and then elsewhere."""
+"""A progress bar on a terminal, or a plain line every 20 seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERY = 20.0  # seconds between plain lines
 
 @contextmanager
 def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object], None]]:
-    """Yield `advance(note)`: one unit is done. A note that is a string is shown."""
+    """Yield `advance(note)`, which counts a finished unit and displays the note if it is a string."""
     if sys.stdout.isatty():
         columns = (TextColumn("  {task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[note]}")) as bar:
@@ -35,8 +35,8 @@ def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object]
 
 
 def quiet() -> None:
-    """Silence the libraries' progress bars: one is enough, ours."""
-    from transformers.utils import logging  # without what models need
+    """Disable the progress bars of transformers and datasets."""
+    from transformers.utils import logging  # does not import torch
 
     logging.disable_progress_bar()
     with suppress(ModuleNotFoundError):  # GPU images may lack datasets (docs/gpu.md)

@@ -1,4 +1,4 @@
-"""The user's home folder, and environment variables that libraries read when they are imported."""
+"""Environment variables that libraries read on import, and the user's home folder."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import stat
 import tempfile
 from pathlib import Path
 
-# How OpenMP threads wait for work. torch's runtime, libgomp, has them spin: beside other work they then hold the cores
-# that the thread they wait for needs, and a step takes several times as long (docs/training.md).
+# How OpenMP threads wait. libgomp's default spins: waiting threads then occupy the cores of other processes and of the
+# thread they wait for, and a step takes several times as long (docs/training.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
-WAITING = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the variables that decide it
+WAITING = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that control it
 
 
 def prepare_process() -> None:
-    """Set variables that the user has not set: how OpenMP threads wait, and home and user name where there are none.
+    """Set unset environment variables: OpenMP's wait policy, home folder and user name.
 
-    Call it before torch is imported. Child processes inherit the variables.
+    Call it before importing torch. Child processes inherit the variables.
     """
     if not any(name in os.environ for name in WAITING):
         os.environ[WAIT_POLICY] = "PASSIVE"
-    os.environ.update(HOME=str(home()))  # without one, libraries fail or make a folder named "~"
+    os.environ.update(HOME=str(home()))  # without it, libraries fail or create a folder named "~"
     try:
-        getpass.getuser()  # torch and Ray do
+        getpass.getuser()  # torch and Ray call it
     except (KeyError, OSError):
         os.environ["USER"] = f"user{os.getuid()}"
 
 
 def home() -> Path:
-    """Return the user's home folder; where the system names none, a folder in the temporary directory that no other
-    user can change."""
+    """Return the user's home folder, or a private folder in the temporary directory if the system has none."""
     found = os.path.expanduser("~")
     if os.path.isabs(found):
         return Path(found)
@@ -45,7 +44,7 @@ def home() -> Path:
 
 
 def expand_home(path: str) -> str:
-    """Replace a leading `~` or `~USER` by the home folder. Raises: ValueError, there is no such user."""
+    """Replace a leading `~` or `~USER` by the home folder. Raises: ValueError, for an unknown user."""
     if not path.startswith("~"):
         return path
     name, slash, rest = path.partition("/")

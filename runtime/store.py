@@ -1,4 +1,4 @@
-"""Files that outlive kill -9 and a loss of power: rows of JSON that are appended, and files that are replaced whole."""
+"""Files that survive kill -9 and power loss: JSON Lines that are appended, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from typing import Any, BinaryIO
 
 from runtime.told import parse_json
 
-TEMPORARY = ".tmp"  # how the names of unfinished files end; they begin with a dot
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
+TEMPORARY = ".tmp"  # suffix of unfinished files, whose names begin with a dot
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without locks
 Row = dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A file of rows is damaged, or does not hold what it should. The message says what to do."""
+    """A file is damaged or has other contents. The message names the next step."""
 
 
 class JsonLines:
-    """Rows of JSON in a file, one line each. One process writes it; others may read meanwhile.
+    """A JSON Lines file with one writing process and any number of readers.
 
-    A row is there when its line break is. What a killed process left behind the last line break is never read, and
-    goes when the next row comes.
+    A row exists once its line break is written. A torn last line is never read, and the next append removes it.
 
     Args:
-        path: the file, which appears with its first row.
-        needs: keys without which a row is none of this file's.
+        path: the file, created with its first row.
+        needs: required keys of every row.
     """
 
     def __init__(self, path: Path, needs: tuple[str, ...] = ()) -> None:
         self.path, self.needs = path, needs
 
     def __iter__(self) -> Iterator[Row]:
-        """Read the rows one at a time; none where there is no file. Raises: RecordError, where a whole line is no such
-        row: the file was damaged, not cut short."""
+        """Iterate over the rows; none without a file. Raises: RecordError, for a complete line that is not a row."""
         return (row for _, row in self._lines())
 
     def append(self, *rows: Mapping[str, object]) -> None:
-        """Append rows as strict JSON (`to_json`). They are on disk when this returns."""
+        """Append rows as strict JSON (`to_json`), durably."""
         self.append_lines(*(to_json(row, ascii=True) for row in rows))
 
     def append_lines(self, *texts: str) -> None:
-        """Append rows that are strict JSON already, without line breaks. They are on disk when this returns."""
+        """Append strict JSON texts without line breaks, durably."""
         lines = "".join(text + "\n" for text in texts).encode("ascii")
         is_new = not self.path.exists()
-        with naming(self.path):
+        with name_path_in_errors(self.path):
             self.drop_torn_line()
             with self.path.open("ab") as file:
                 file.write(lines)
@@ -62,7 +60,7 @@ class JsonLines:
                 sync(self.path.parent)
 
     def drop_torn_line(self) -> None:
-        """Cut what stands behind the last line break."""
+        """Remove a torn last line."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -72,7 +70,7 @@ class JsonLines:
             self.truncate()
 
     def truncate(self, n: int | None = None) -> None:
-        """Keep the first n rows; None keeps all whole ones."""
+        """Keep the first n rows; None keeps all complete ones."""
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
@@ -81,7 +79,7 @@ class JsonLines:
             _flush(file)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
-        """Drop the other rows, and a torn line. Nothing is written where there are none."""
+        """Keep the wanted rows. The file is not rewritten if that is all of them."""
         if all(wanted(row) for row in self):
             self.drop_torn_line()
             return
@@ -89,7 +87,7 @@ class JsonLines:
             file.writelines(line for line, row in self._lines() if wanted(row))
 
     def arrange(self, key: Callable[[Row], Any]) -> None:
-        """Put the rows in order, in a file that takes the place of the old one. Nothing is written where they are."""
+        """Sort the rows in a new file that replaces the old one. Sorted files are not rewritten."""
         keys = [key(row) for row in self]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         if order == list(range(len(keys))):
@@ -101,7 +99,7 @@ class JsonLines:
                 arranged.write(file.read(ends[number + 1] - ends[number]))
 
     def _lines(self) -> Iterator[tuple[bytes, Row]]:
-        """Yield whole lines with what they hold."""
+        """Yield (line, row) of complete lines."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -114,15 +112,14 @@ class JsonLines:
                         raise ValueError(f"expected an object with {', '.join(self.needs) or 'any keys'}")
                 except ValueError as error:
                     raise RecordError(
-                        f"{self.path}, line {number} is damaged ({error}): restore the file, or start anew in another "
+                        f"{self.path}, line {number} is damaged ({error}): restore the file, or start again in another "
                         "folder"
                     ) from error
                 yield line, row
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object. Raises: RecordError, which names the file, where it holds anything else.
-    OSError, where there is none."""
+    """Read a JSON object from a file. Raises: RecordError, for other contents; OSError, without a file."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -133,21 +130,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_json(value: object, indent: int | None = None, ascii: bool = False) -> str:
-    """Strict JSON: numbers that are not finite become null, numpy and torch scalars numbers, paths text."""
+    """Convert to strict JSON: non-finite numbers to null, numpy and torch scalars to numbers, paths to strings."""
     return json.dumps(_plain(value), indent=indent, ensure_ascii=ascii, allow_nan=False)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a machine that loses power, sees the old content or the new."""
+    """Replace a file: readers, also after a power loss, find the old or the new content."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` when the block ends, and leaves it alone when the block raises."""
+    """Yield a file that replaces `path` at the end of the block, unless it raises."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
-    with naming(path):
+    with name_path_in_errors(path):
         try:
             with temporary.open("xb") as file:
                 yield file
@@ -159,8 +156,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the path to an error of the operating system that names none, such as that of a full disk."""
+def name_path_in_errors(path: Path) -> Iterator[None]:
+    """Add the path to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -171,8 +168,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that bears the name `path` when the block ends, and is gone when the block raises. Raises:
-    FileExistsError, before anything is done."""
+    """Yield a folder that is renamed to `path` at the end of the block, and removed if it raises.
+
+    Raises: FileExistsError, before the block."""
     if path.exists():
         raise FileExistsError(f"{path} exists: choose another folder")
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
@@ -189,8 +187,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Hold a file's lock, which one process of this machine has at a time and loses however it ends. `waits` is called
-    where another has it."""
+    """Hold a file's lock among the processes of this machine. `waits` is called once if another process holds it."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,13 +195,13 @@ def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[N
             waits()
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in NO_LOCKS:  # else the lock of the run folder is all there is (`runtime.lock`)
+            if error.errno not in NO_LOCKS:  # without locks, the run folder's lock must suffice (`runtime.lock`)
                 raise
         yield
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder."""
+    """Flush a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,7 +215,7 @@ def _flush(file: BinaryIO) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int)):  # most of it: token ids
+    if value is None or isinstance(value, (str, int)):  # the common case: token ids
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,17 +1,18 @@
-"""JSON that others wrote: files that may be damaged, answers of language models that may be fenced, wrapped in talk, or
-nothing of use."""
+"""Parsing of untrusted text: JSON files that may be damaged, and language models' answers."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from functools import cache
 from types import NoneType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Types of values by annotation. A number that is not finite is written as null (`runtime.store.to_json`).
+# Types of values by annotation. `runtime.store.to_json` writes non-finite numbers as null.
 _TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float, NoneType)}
+_NEWLINE = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # the line breaks of str.splitlines
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -23,8 +24,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def typed(record: T) -> T:
-    """Return a dataclass instance whose fields of simple types, tuples of them, and None where that is declared, hold
-    such values. Raises: ValueError, which names the field."""
+    """Check a dataclass instance's fields of simple types, optional or in tuples; return the instance.
+
+    Raises: ValueError, with the name of a field that has another type."""
     for name, types, many in _simple_fields(type(record)):
         value = getattr(record, name)
         if value is None and NoneType in types:
@@ -39,7 +41,7 @@ def typed(record: T) -> T:
 
 @cache
 def _simple_fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
-    """List name, types and whether it is a tuple, of each field of a simple type."""
+    """Return (name, types, whether it is a tuple) of each field of a simple type."""
     found = []
     for field in fields(kind):
         annotation = getattr(field.type, "__name__", field.type) if isinstance(field.type, type) else str(field.type)
@@ -52,16 +54,21 @@ def _simple_fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
 
 
 def json_object(text: str | None) -> dict[str, Any] | None:
-    """Return the JSON object in a chat model's answer; None where there is none that can be read."""
+    """Return the JSON object in a chat model's answer; None without a valid one."""
     text = text or ""
-    held = text[max(0, text.find("{")) : text.rfind("}") + 1]  # found so, garbage of any length takes no time
+    candidate = text[max(0, text.find("{")) : text.rfind("}") + 1]  # linear time for any text
     try:
-        value = parse_json(held) if held else None
+        value = parse_json(candidate) if candidate else None
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
 
 def texts(value: Any) -> list[str]:
-    """Return those of a list that are text; nothing of what is no list."""
+    """Return the strings in a list; [] for other values."""
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def without_newlines(text: str) -> str:
+    """Replace every line break by a space."""
+    return _NEWLINE.sub(" ", text)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, model_val
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imports
 from runtime.settings import Settings
-from runtime.text import without_newlines
+from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     import gymnasium

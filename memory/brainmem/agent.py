@@ -1,11 +1,9 @@
-"""The experience agent by endpoint (L3 to L5 of BrainMem's calls, C.4): what a language model says of an episode, asked
-when the episode is over, kept in its row of the journal, and read from there ever after.
+"""BrainMem's experience agent on an endpoint (calls L3 to L5, C.4). Its answers are stored in the journal.
 
-L3  at the end of an attempt: a sentence on how it went       L5  when experiences agree: the guideline in one sentence
-L4  at the end of an episode: the experience, as JSON
+L3  after an attempt: a reflection of a sentence or two     L5  when experiences agree: the guideline in one sentence
+L4  after an episode: the experience, as JSON
 
-Whatever a model answers becomes short single lines, or the rules (`rules.py`) speak in its place, which is counted by
-kind. Texts of episodes are quoted to the model as data.
+Answers become short single lines. An unusable answer is counted by role, and the rules (`rules.py`) replace it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from runtime.told import json_object
 REFLECTION, EXPERIENCE, GUIDELINE = "reflection", "experience", "guideline"  # roles, in the endpoint's accounts
 REFLECTION_TOKENS, EXPERIENCE_TOKENS, GUIDELINE_TOKENS = 128, 2048, 128
 LISTS = ("success_patterns", "failure_causes", "learning_insights", "recommendations")
-MOST_TEXTS, LONGEST, MOST_STEPS = 5, 300, 200  # of a list; characters of a text; steps of an attempt that are told
-TWICE = 2
+MOST_TEXTS, LONGEST, MOST_STEPS = 5, 300, 200  # per list; characters per text; steps per attempt
+EXPERIENCE_TRIES = 2
 
 _WON = "Say in one or two sentences which strategy solved the task, and what it shows of the layout and of handling."
 _LOST = "The task was not completed. Say in one or two sentences why, and what to avoid next time."
@@ -40,13 +38,13 @@ sentence that will help in later tasks. Answer with that sentence alone."""
 
 
 @dataclass
-class Answers:
-    """What language models said of one episode; JSON in the journal."""
+class EpisodeAnswers:
+    """Language models' answers about one episode, stored as JSON in the journal."""
 
     experience: dict[str, list[str]] | None = None
     reflections: list[str] = field(default_factory=list)
-    guidelines: dict[str, str] = field(default_factory=dict)  # by what the rules say
-    failures: dict[str, int] = field(default_factory=dict)  # answers that could not be used, by role
+    guidelines: dict[str, str] = field(default_factory=dict)  # by the rules' text
+    failures: dict[str, int] = field(default_factory=dict)  # unusable answers by role
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value}
@@ -56,56 +54,51 @@ class Answers:
 
 
 def reflection(trace: Trace, topic: Topic, ask: Ask | None) -> str:
-    """Say in a sentence how an attempt went (L3); by rule where no model does."""
-    text = (
-        ""
-        if ask is None
-        else line(
-            ask(_chat(_WON if trace.success else _LOST, _told(trace, topic)), REFLECTION, REFLECTION_TOKENS) or ""
-        )
-    )
-    return text or rules.reflection(trace, topic)
+    """Reflect on an attempt (L3) by model, or by rule without a usable answer."""
+    chat = _chat(_WON if trace.success else _LOST, _attempt_log(trace, topic))
+    answer = ask(chat, REFLECTION, REFLECTION_TOKENS) if ask else ""
+    return line(answer or "") or rules.reflection(trace, topic)
 
 
-def analysed(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> Answers:
-    """Ask for the reflections on all attempts (L3) and for the experience (L4), again where the first is none."""
-    made = Answers(reflections=[reflection(trace, topic, ask) for trace in attempts])
-    log = "\n\n".join(f"attempt {n}:\n{_told(trace, topic)}" for n, trace in enumerate(attempts, 1))
+def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> EpisodeAnswers:
+    """Ask for reflections on all attempts (L3) and for the experience (L4), which is asked for twice if unusable."""
+    answers = EpisodeAnswers(reflections=[reflection(trace, topic, ask) for trace in attempts])
+    log = "\n\n".join(f"attempt {n}:\n{_attempt_log(trace, topic)}" for n, trace in enumerate(attempts, 1))
     chat = _chat(_AGENT, log)
-    for _ in range(TWICE):
+    for _ in range(EXPERIENCE_TRIES):
         answer = ask(chat, EXPERIENCE, EXPERIENCE_TOKENS)
-        made.experience = read_experience(answer or "")
-        if made.experience is not None:
+        answers.experience = read_experience(answer or "")
+        if answers.experience is not None:
             break
-        made.failed(EXPERIENCE)
-        if answer is None:  # the endpoint has tried what can be tried
+        answers.failed(EXPERIENCE)
+        if answer is None:  # the endpoint has retried already
             break
         complaint = "That is not the JSON object that was asked for. Answer with it and nothing else."
         chat = [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": complaint}]
-    return made
+    return answers
 
 
 def read_experience(answer: str) -> dict[str, list[str]] | None:
-    """Read the lists of an experience from a chat model's answer, fenced or not; None where it is no such object."""
+    """Parse the lists of an experience from a chat model's answer; None if it has none of them."""
     parsed = json_object(answer)
     if parsed is None or not any(name in parsed for name in LISTS):
         return None
     return {name: _texts(parsed.get(name)) for name in LISTS}
 
 
-def told(experience: Experience, answers: Mapping[str, Any]) -> Experience:
-    """Return what the rules made of an episode in the words of the model, where there are any."""
-    said = answers.get("experience") or {}
-    return replace(experience, **{name: tuple(said[name]) for name in LISTS if said.get(name)})
+def with_model_texts(experience: Experience, answers: Mapping[str, Any]) -> Experience:
+    """Replace an experience's lists by the model's non-empty ones."""
+    texts = answers.get("experience") or {}
+    return replace(experience, **{name: tuple(texts[name]) for name in LISTS if texts.get(name)})
 
 
-def merged(texts: Sequence[str], ask: Ask) -> str:
-    """Put what experiences have in common into one sentence (L5); "" where the model gives none."""
+def ask_guideline(texts: Sequence[str], ask: Ask) -> str:
+    """Ask for a sentence that summarises agreeing experiences (L5); "" without a usable answer."""
     return line(ask(_chat(_MERGE, "\n".join(f"- {text}" for text in texts)), GUIDELINE, GUIDELINE_TOKENS) or "")
 
 
 def line(text: str) -> str:
-    """Make one short line of whatever a model wrote: no line break, no leading mark of a list or heading."""
+    """Flatten a model's text into one short line without leading list or heading marks."""
     flat = " ".join(text.split())
     return re.sub(r"^(?:[-*#>•·.\s]|\d+(?:[.)](?=\s)|[、．]))+", "", flat)[:LONGEST].strip()
 
@@ -116,8 +109,8 @@ def _texts(value: Any) -> list[str]:
     return list(dict.fromkeys(filter(None, lines)))[:MOST_TEXTS]
 
 
-def _told(trace: Trace, topic: Topic) -> str:
-    """Write an attempt as data: task, room, steps, outcome."""
+def _attempt_log(trace: Trace, topic: Topic) -> str:
+    """Format an attempt for a prompt: task, room, steps, outcome."""
     steps = [
         f"{record.t}. {line(record.action)} -> {'refused: ' if record.refused else ''}{line(record.feedback)}"
         for record in trace.records[:MOST_STEPS]

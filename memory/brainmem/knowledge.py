@@ -1,5 +1,4 @@
-"""All that BrainMem knows after a number of episodes: a fold over the rows of its journal, and the sections of the
-planner's memory context that are made of it (C.5)."""
+"""BrainMem's state as a fold over journal rows, and the sections of the planner's context that follow from it (C.5)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,15 @@ from typing import NamedTuple
 from envs.household.trajectories import fetching
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
-from memory.brainmem.semantic import Experience, Experiences, Guideline, counted, formed, listed, pruned
+from memory.brainmem.semantic import (
+    Experience,
+    Experiences,
+    Guideline,
+    best_guidelines,
+    count_application,
+    prune_guidelines,
+    update_guidelines,
+)
 from memory.brainmem.settings import BrainMemSettings
 from memory.journal import Row
 
@@ -29,7 +36,7 @@ ORDER = ("Valuable Guidelines", "Room Successful Patterns", "Relevant Experience
 
 
 class Section(NamedTuple):
-    """A section's text, and the commands that fetch what it says the place of: the surest first."""
+    """A section's text, and the commands that fetch the objects it locates, most certain first."""
 
     text: str
     actions: tuple[str, ...] = ()
@@ -37,7 +44,7 @@ class Section(NamedTuple):
 
 @dataclass
 class Knowledge:
-    """All that BrainMem knows after a number of episodes."""
+    """BrainMem's state after `episodes` rows."""
 
     settings: BrainMemSettings
     episodes: int = 0
@@ -47,12 +54,12 @@ class Knowledge:
     guidelines: list[Guideline] = field(default_factory=list)
 
     def learn(self, row: Row) -> None:
-        """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
+        """Add an episode to graphs, experiences and guidelines (section 3.4)."""
         attempts, number, settings = row.attempts, self.episodes, self.settings
         topic = topic_of(attempts[0].task, attempts[0].first)
         if settings.episodic.enabled and settings.episodic.trajectory:
             for trace in attempts:
-                self.graph.learn(trace, topic, number)
+                self.graph.learn(trace, topic)
         if settings.episodic.enabled and settings.episodic.spatial:
             self.spatial.learn(attempts, number)
         if settings.semantic.enabled:
@@ -60,40 +67,39 @@ class Knowledge:
         self.episodes += 1
 
     def experience_of(self, row: Row, topic: Topic) -> Experience:
-        """Return what an episode teaches that comes next."""
-        return agent.told(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
+        """Return the experience of the next episode."""
+        return agent.with_model_texts(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
 
     def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
-        """Return the guidelines after a new experience; `words` are a model's for what the rules say."""
-        return formed(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
+        """Return the guidelines after a new experience; `words` maps the rules' texts to a model's."""
+        return update_guidelines(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
 
     def _reflect(self, row: Row, topic: Topic, number: int) -> None:
         first, new = row.attempts[0], self.experience_of(row, topic)
         if self.settings.evolve.enabled and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
-            shown = frozenset(g.id for g in self.shown_guidelines(topic))
-            self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
+            shown = frozenset(g.id for g in self.shown_guidelines())
+            self.guidelines = count_application(self.guidelines, shown, topic.task_type, first.success, number)
         self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
         self.experiences.append(new)
         if self.settings.evolve.enabled:
             most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
-            self.guidelines = pruned(self.guidelines, most, number, decay)
+            self.guidelines = prune_guidelines(self.guidelines, most, number, decay)
 
     # -- sections of the context --------------------------------------------------------------------------------------
 
     def sections(self, topic: Topic, own: str) -> dict[str, Section]:
-        """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
+        """Return the sections that depend on the task alone, without episodes of task `own`."""
         settings, made, fetched = self.settings, dict[str, list[str]](), dict[str, tuple[str, ...]]()
         if settings.semantic.enabled and not settings.texts_only:
-            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
+            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(), 1)))
             found = self.experiences.recalled(topic.room, topic.task_type, topic.objects, settings.semantic.k, own)
-            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
+            made["Relevant Experiences"] = [text for e in found if (text := self._experience_line(e))]
         if settings.episodic.enabled and settings.episodic.trajectory and not settings.texts_only:
-            longest = settings.episodic.pattern_actions
-            made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
+            made["Room Successful Patterns"] = self.graph.patterns(topic, own)
             made["Real-time Action Hints"] = self.graph.hints(topic, own)
         if (settings.episodic.enabled and settings.episodic.spatial) or settings.texts_only:
-            told = settings.episodic.facts and not settings.texts_only
-            facts = self.spatial.facts(topic.room, topic.objects, own=own) if told else []
+            with_facts = settings.episodic.facts and not settings.texts_only
+            facts = self.spatial.facts(topic.room, topic.objects, own=own) if with_facts else []
             lines = [f"In {topic.room}: {'; '.join(map(str, facts))}"] if facts else []
             made[SPATIAL] = [*lines, *SPATIAL_ADVICE]
             fetched[SPATIAL] = tuple(fetching(f"{fact.thing} 1", fact.place) for fact in facts)
@@ -103,13 +109,11 @@ class Knowledge:
             if made.get(name)
         }
 
-    def shown_guidelines(self, topic: Topic) -> list[Guideline]:
-        """List the guidelines that are shown, best first."""
-        semantic = self.settings.semantic
-        matching = (g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types)
-        return listed(matching, semantic.guidelines)
+    def shown_guidelines(self) -> list[Guideline]:
+        """List the guidelines of the context, best first."""
+        return best_guidelines(self.guidelines, self.settings.semantic.guidelines)
 
-    def _told(self, e: Experience) -> str:
+    def _experience_line(self, e: Experience) -> str:
         semantic = self.settings.semantic
         parts = [
             *(e.success_patterns[:1] if semantic.success_patterns else ()),
@@ -120,11 +124,11 @@ class Knowledge:
 
 
 def _line(number: int, g: Guideline) -> str:
-    """Write a guideline as C.3 does; percent are cut off, not rounded."""
+    """Format a guideline as in C.3; the percentage is truncated."""
     confidence = f"Validated {g.n_success} times, {int(100 * g.confidence)}% confidence"
     return f"{number}. {g.text} ({confidence}) [{', '.join(sorted(g.task_types))}]"
 
 
 def id_of(section: str) -> str:
-    """Return how the ids of a section's entries begin."""
+    """Return the id prefix of a section's entries."""
     return f"{NAME}/{section.lower().replace(' ', '-')}/"

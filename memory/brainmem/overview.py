@@ -1,4 +1,4 @@
-"""What BrainMem knows, for people: guidelines with their utility, experiences by task type, and both graphs."""
+"""Tables and graphs of BrainMem's state for `memcompiler bank show`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from memory.brainmem.knowledge import Knowledge
-from memory.brainmem.semantic import listed
+from memory.brainmem.semantic import best_guidelines
 from memory.protocol import Edge, Graph, Table
 
-ROOMS, FACTS, MOVES = 4, 30, 30  # rooms that are drawn, relations and transitions of one
+ROOMS, FACTS, MOVES = 4, 30, 30  # rooms drawn; relations and transitions per room
 
 
 def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
-    """List guidelines, experiences and, where a language model was asked, its answers that could not be used."""
+    """Return tables of guidelines, experiences and, if there are any, a language model's unusable answers."""
     guidelines = tuple(
         (
             f"{g.utility:.3f}",
@@ -23,7 +23,7 @@ def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
             ", ".join(sorted(g.task_types)),
             g.text,
         )
-        for g in listed(known.guidelines, len(known.guidelines))
+        for g in best_guidelines(known.guidelines, len(known.guidelines))
     )
     kinds = Counter(e.task_type for e in known.experiences)
     won = Counter(e.task_type for e in known.experiences if e.success)
@@ -39,7 +39,7 @@ def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
 
 
 def graphs(known: Knowledge) -> list[Graph]:
-    """Give both graphs of the rooms that most episodes were in."""
+    """Return both graphs of the most visited rooms."""
     visits = Counter(t.topic.room for t in known.graph.trajectories)
     rooms = [room for room, _ in visits.most_common(ROOMS)] or sorted(known.spatial.rooms)[:ROOMS]
     made = [graph for room in rooms for graph in (_space(known, room), _moves(known, room))]
@@ -47,15 +47,15 @@ def graphs(known: Knowledge) -> list[Graph]:
 
 
 def _space(known: Knowledge, room: str) -> Graph:
-    """Draw which object was in which receptacle, by the share of visits that found it there."""
-    told = [(pair, of.counts("")) for pair, of in known.spatial.rooms.get(room, {}).items()]
-    sure = sorted((each for each in told if each[1][0]), key=lambda e: (-e[1][0] / e[1][1], -e[1][0], e[0]))[:FACTS]
+    """Return the spatial graph of a room, weighted by the share of visits that found the object."""
+    counted = [(pair, of.counts("")) for pair, of in known.spatial.rooms.get(room, {}).items()]
+    sure = sorted((each for each in counted if each[1][0]), key=lambda e: (-e[1][0] / e[1][1], -e[1][0], e[0]))[:FACTS]
     edges = (Edge(thing, place, seen / of, f"{seen}/{of}") for (thing, place), (seen, of, _) in sure)
     return Graph(f"what is where in {room or 'the room'}", tuple(edges))
 
 
 def _moves(known: Knowledge, room: str) -> Graph:
-    """Draw the transitions that were taken most often, by the share of times that they were not refused."""
+    """Return the most frequent transitions of a room, weighted by their success rate."""
     mine = [t for t in known.graph.transitions.values() if t.before[0] == room and t.before != t.after]
     often = sorted(mine, key=lambda t: (-t.n_success, t.action))[:MOVES]
     share = lambda t: t.n_success / max(1, t.n_success + t.lost.total())
@@ -64,7 +64,7 @@ def _moves(known: Knowledge, room: str) -> Graph:
 
 
 def _short(summary: str) -> str:
-    """Name a state by place and what is held."""
+    """Label a state by the agent's place and held object."""
     place = re.search(r"at ([^|]+?) \|", summary)
     held = re.search(r"holding (?!nothing)(.+)$", summary)
     return " + ".join(filter(None, [place[1] if place else "start", held[1] if held else ""]))

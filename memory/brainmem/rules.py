@@ -1,4 +1,4 @@
-"""What the experience agent says of an episode, by rule (L3 and L4 of the specification, without a language model)."""
+"""The experience agent by rule (L3 and L4), without a language model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ LOOP, REFUSED_SHARE = 3, 0.25
 
 
 def experience(attempts: Sequence[Trace], topic: Topic, id: str) -> Experience:
-    """Sum up all attempts at a task: how the first that succeeded went, why others failed, where things were."""
+    """Summarise all attempts at a task: the first success, the causes of failures, and places of objects."""
     won = next((trace for trace in attempts if trace.success), None)
     lost = [trace for trace in attempts if not trace.success]
-    told = won or attempts[-1]
     return Experience(
         id,
         attempts[0].task.id,
@@ -29,27 +28,27 @@ def experience(attempts: Sequence[Trace], topic: Topic, id: str) -> Experience:
         attempts[0].success,
         success_patterns=() if won is None else tuple(filter(None, [pattern(won, topic)])),
         failure_causes=tuple(dict.fromkeys(cause(trace, topic) for trace in lost)),
-        learning_insights=tuple(insights(told, topic)),
+        learning_insights=tuple(insights(won or attempts[-1], topic)),
     )
 
 
 def reflection(trace: Trace, topic: Topic) -> str:
-    """Say in a sentence how an attempt went (L3)."""
+    """Summarise an attempt in one sentence (L3)."""
     if trace.success:
         return "; ".join(filter(None, [pattern(trace, topic), *insights(trace, topic)]))
     return cause(trace, topic)
 
 
 def pattern(trace: Trace, topic: Topic) -> str:
-    """Write the sequence that led there, without what was refused or only looked: kinds of things, no numbers."""
-    steps = [text for record in done(trace.records) if (text := _deed(record.action))]
+    """Describe the successful manipulation steps by object kinds, without instance numbers."""
+    steps = [text for record in executed(trace.records) if (text := _action_phrase(record.action))]
     return f"for {topic.task_type or 'this'}: {', then '.join(steps)}" if steps else ""
 
 
 def insights(trace: Trace, topic: Topic) -> list[str]:
-    """Say where things were, and which appliance served."""
+    """List where objects were found and which appliances worked."""
     where, found = f"in {topic.room} " if topic.room else "", list[str]()
-    for record in done(trace.records):
+    for record in executed(trace.records):
         if m := TAKE.fullmatch(record.action):
             found.append(f"{where}the {m['thing']} was in {m['place']}")
         elif (m := TREAT.fullmatch(record.action)) and m["place"]:
@@ -58,7 +57,7 @@ def insights(trace: Trace, topic: Topic) -> list[str]:
 
 
 def cause(trace: Trace, topic: Topic) -> str:
-    """Say why an attempt failed: the first rule that fits."""
+    """Explain a failed attempt by the first matching rule."""
     pairs = Counter((record.observation, record.action) for record in trace.records)
     if pairs and (most := pairs.most_common(1)[0])[1] >= LOOP:
         return f"repeating '{most[0][1]}' where it changes nothing"
@@ -75,11 +74,11 @@ def cause(trace: Trace, topic: Topic) -> str:
     return "the steps ran out"
 
 
-def done(records: Sequence[Record]) -> list[Record]:
+def executed(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if not record.refused]
 
 
-def _deed(action: str) -> str:
+def _action_phrase(action: str) -> str:
     if m := TAKE.fullmatch(action):
         return f"take the {m['thing']}"
     if m := TREAT.fullmatch(action):

@@ -1,12 +1,11 @@
-"""Semantic memory: experiences, and the guidelines that form of them, by utility (BrainMem, section 3.2.3 and B.3).
+"""Semantic memory: experiences, and guidelines ranked by utility (BrainMem, section 3.2.3 and B.3).
 
     confidence = n_success / n_total      usage = min(n_success / 10, 1)
     utility    = 0.7 confidence + 0.3 usage
 
-A guideline is applied in an episode when it was listed and its task types hold the episode's; a success is that of the
-first attempt. When there are more than 1.5 M, those of least utility are dropped until M are left, but never one that
-is protected (confidence of at least 0.8 with five successes or more). For the order of dropping alone, and not of
-listing, utility decays by the episodes since the last use.
+An episode applies the listed guidelines of its task type; its first attempt decides success. Above 1.5 M guidelines,
+those of least utility are dropped until M are left, except protected ones (confidence of at least 0.8 and at least five
+successes). For dropping, but not for listing, utility decays with the episodes since the last use.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from itertools import chain, groupby
 
 from memory.words import words as words_of
 
-SATURATION = 10  # successes from which use adds nothing
+SATURATION = 10  # successes at which usage is 1
 CONFIDENCE_WEIGHT, USAGE_WEIGHT = 0.7, 0.3
 PROTECTED_CONFIDENCE, PROTECTED_SUCCESSES = 0.8, 5
-SOFT_LIMIT = 1.5  # of the guidelines that are shown, from which on some are dropped
-AGREE = 0.5  # Jaccard index of two texts' words, from which on they say the same
-SUPPORT = 2  # experiences of different tasks that make a guideline
+SOFT_LIMIT = 1.5  # times M, above which guidelines are dropped
+AGREE = 0.5  # minimal Jaccard index of the words of two texts that agree
+SUPPORT = 2  # tasks whose experiences must agree on a guideline
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What one episode taught, all of its attempts together; `success` is that of the first."""
+    """The lessons of one episode with all its attempts; `success` is the first attempt's."""
 
     id: str
     task_id: str
@@ -43,27 +42,26 @@ class Experience:
     recommendations: tuple[str, ...] = ()
 
     def texts(self) -> list[str]:
-        """List what may become a guideline."""
+        """List the texts that may become guidelines."""
         avoid = [f"Avoid: {cause}" for cause in self.failure_causes]
         return [*self.success_patterns, *avoid, *self.learning_insights, *self.recommendations]
 
 
 class Experiences(Sequence[Experience]):
-    """Experiences in their order. They are found by what they are about and by what they say, so that asking takes no
-    longer as episodes go by that are about the same and say the same."""
+    """Experiences in order, indexed by task and by text to bound the time of a query."""
 
     def __init__(self, experiences: Iterable[Experience] = ()) -> None:
-        self._all, self._places = list[Experience](), dict[str, int]()  # places by id
-        # Places in the order, the last at the end: of those of a task type and objects, in all and by room.
+        self._all, self._places = list[Experience](), dict[str, int]()  # indices by id
+        # Indices in ascending order by (task type, objects), and by these and room.
         self._about = dict[tuple[str, frozenset[str]], list[int]]()
         self._there = dict[tuple[str, frozenset[str], str], list[int]]()
-        # By task type, object ("" where there is none) and text.
+        # By (task type, object or "") and text.
         self._saying = dict[tuple[str, str], dict[str, list[Experience]]]()
         for e in experiences:
             self.append(e)
 
     def append(self, e: Experience) -> None:
-        """Take in the latest."""
+        """Add the latest experience."""
         place = len(self._all)
         self._all.append(e)
         self._places[e.id] = place
@@ -81,13 +79,14 @@ class Experiences(Sequence[Experience]):
         return self._all[place]
 
     def of_ids(self, ids: Iterable[str]) -> list[Experience]:
-        """Return those of these ids, in their order."""
+        """Return the experiences with these ids in order."""
         return [self._all[place] for place in sorted(self._places[id] for id in ids if id in self._places)]
 
     def recalled(self, room: str, task_type: str, objects: frozenset[str], k: int, own: str = "") -> list[Experience]:
-        """Return the k experiences of other tasks than `own` that say most about a task: its type counts two, the share
-        of its objects one; where equal, this room's come first, then the latest. Those that share nothing are left
-        out."""
+        """Return the k experiences most similar to a task, except those of task `own`.
+
+        The task type counts 2, the share of common objects 1. Ties are broken by this room first, then latest first.
+        """
 
         def score(about: tuple[str, frozenset[str]]) -> float:
             return 2.0 * (about[0] == task_type) + len(about[1] & objects) / max(1, len(objects))
@@ -107,13 +106,13 @@ class Experiences(Sequence[Experience]):
         return found
 
     def saying(self, text: str, new: Experience) -> list[Experience]:
-        """Return those that say the same as a text of a new one: of its task type, but not of its task, and, where both
-        name any, of an object of its."""
+        """Return the experiences that agree with a text of a new one: of its type, of another task, and with a common
+        object where both name objects."""
         keys = [(new.task_type, thing) for thing in ("", *new.objects)]
         if not new.objects:
             keys = [key for key in self._saying if key[0] == new.task_type]
-        said = chain.from_iterable(self._saying.get(key, {}).items() for key in keys)
-        alike = (e for other, mine in said if _agree(text, other) for e in mine if e.task_id != new.task_id)
+        texts = chain.from_iterable(self._saying.get(key, {}).items() for key in keys)
+        alike = (e for other, mine in texts if _agree(text, other) for e in mine if e.task_id != new.task_id)
         return list({e.id: e for e in alike}.values())
 
 
@@ -131,7 +130,7 @@ class Guideline:
     objects: frozenset[str]  # empty: general
     support: frozenset[str]  # ids of experiences
     last_applied: int  # episode
-    basis: str  # what its support agrees on, which `text` says in a model's words or the same
+    basis: str  # the rules' text that its support agrees on; `text` may be a model's wording
 
     @property
     def confidence(self) -> float:
@@ -139,27 +138,26 @@ class Guideline:
 
     @property
     def utility(self) -> float:
-        """B.3.1."""
+        """Return 0.7 confidence + 0.3 usage (B.3.1)."""
         return CONFIDENCE_WEIGHT * self.confidence + USAGE_WEIGHT * min(self.n_success / SATURATION, 1)
 
     @property
     def protected(self) -> bool:
-        """Tell whether it is never dropped (B.3.2); by counts, without decay."""
+        """Whether it is never dropped (B.3.2); by counts, without decay."""
         return self.confidence >= PROTECTED_CONFIDENCE and self.n_success >= PROTECTED_SUCCESSES
 
     def applied(self, success: bool, episode: int) -> Guideline:
-        """Return it after an episode in which it was applied."""
+        """Return the guideline after an episode that applied it."""
         return replace(self, n_success=self.n_success + success, n_total=self.n_total + 1, last_applied=episode)
 
 
-def listed(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
-    """Return the best `most`, best first (C.3)."""
-    ranked = sorted(guidelines, key=lambda g: (-g.utility, -g.n_success, g.id))
-    return ranked[:most]
+def best_guidelines(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
+    """Return at most `most` guidelines, best first (C.3)."""
+    return sorted(guidelines, key=lambda g: (-g.utility, -g.n_success, g.id))[:most]
 
 
-def pruned(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 1.0) -> list[Guideline]:
-    """Drop what is worth least once there are more than 1.5 `most`, in the order in which they were."""
+def prune_guidelines(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 1.0) -> list[Guideline]:
+    """Drop the least useful guidelines if there are more than 1.5 `most`; keep the order of the others."""
     if len(guidelines) <= SOFT_LIMIT * most:
         return list(guidelines)
     effective = lambda g: g.utility * decay ** (now - g.last_applied)
@@ -168,14 +166,14 @@ def pruned(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 
     return [g for g in guidelines if g.id not in dropped]
 
 
-def counted(
+def count_application(
     guidelines: Sequence[Guideline], shown: frozenset[str], task_type: str, success: bool, episode: int
 ) -> list[Guideline]:
-    """Count an episode for the guidelines that were applied in it."""
+    """Count an episode for the guidelines that it applied."""
     return [g.applied(success, episode) if g.id in shown and task_type in g.task_types else g for g in guidelines]
 
 
-def formed(
+def update_guidelines(
     guidelines: Sequence[Guideline],
     experiences: Experiences,
     new: Experience,
@@ -183,16 +181,19 @@ def formed(
     id: str,
     words: Mapping[str, str] = {},
 ) -> list[Guideline]:
-    """Take in a new experience: it joins the support of guidelines that it agrees with, without changing their counts;
-    and each of its texts that an experience of another task agrees with, and no guideline says yet, becomes one.
+    """Return the guidelines after a new experience.
 
-    `id` begins the ids of new guidelines. They start with the counts of their support; `words` says some of their texts
-    in other words.
+    The experience joins the support of guidelines it agrees with, without changing their counts. Each other text of it
+    that an experience of another task agrees with becomes a guideline, with the counts of its support.
+
+    Args:
+        id: prefix of the ids of new guidelines.
+        words: a model's wording of some texts.
     """
     joined, left = list(guidelines), new.texts()
     for i, g in enumerate(joined):
         agreeing = [text for text in left if _agree(g.basis, text)]
-        if agreeing and _meet(g.task_types, g.objects, new):
+        if agreeing and _applies(g.task_types, g.objects, new):
             joined[i] = replace(g, support=g.support | {new.id})
             left = [text for text in left if text not in agreeing]
     for number, text in enumerate(left):
@@ -202,28 +203,29 @@ def formed(
         if len({e.task_id for e in support}) < SUPPORT:
             continue
         objects = frozenset.intersection(*(e.objects for e in support))
-        made = Guideline(
-            f"{id}.{number}",
-            words.get(text, text),
-            sum(e.success for e in support),
-            len(support),
-            frozenset(e.task_type for e in support),
-            objects,
-            frozenset(e.id for e in support),
-            episode,
-            text,
+        joined.append(
+            Guideline(
+                id=f"{id}.{number}",
+                text=words.get(text, text),
+                n_success=sum(e.success for e in support),
+                n_total=len(support),
+                task_types=frozenset(e.task_type for e in support),
+                objects=objects,
+                support=frozenset(e.id for e in support),
+                last_applied=episode,
+                basis=text,
+            )
         )
-        joined.append(made)
     return joined
 
 
-def agreeing(experiences: Iterable[Experience], text: str) -> list[str]:
-    """List what experiences say that agrees with a text, each once."""
+def agreeing_texts(experiences: Iterable[Experience], text: str) -> list[str]:
+    """List the distinct texts of experiences that agree with a text."""
     return list(dict.fromkeys(other for e in experiences for other in e.texts() if _agree(text, other)))
 
 
-def _meet(task_types: frozenset[str], objects: frozenset[str], new: Experience) -> bool:
-    """Tell whether task types meet, and objects, where neither side is general."""
+def _applies(task_types: frozenset[str], objects: frozenset[str], new: Experience) -> bool:
+    """Whether a guideline's task types and objects match an experience; no objects match all."""
     return new.task_type in task_types and (not objects or not new.objects or bool(objects & new.objects))
 
 

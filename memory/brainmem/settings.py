@@ -1,8 +1,6 @@
-"""Settings of BrainMem (arXiv 2604.16331): the paper's values, and a switch for each of its ablations."""
+"""Settings of BrainMem (arXiv 2604.16331): the paper's values, and a switch per ablation."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from pydantic import Field
 
@@ -10,46 +8,42 @@ from runtime.settings import Settings
 
 
 class Working(Settings):
-    """The last steps (section 3.2.1, Tables 5 and 6)."""
+    """Working memory (section 3.2.1, Tables 5 and 6)."""
 
     enabled: bool = True
     window: int = Field(default=5, ge=1)  # steps
-    feedback: bool = True  # whether each step succeeded
-    success_state: bool = True  # the short-term success rate
-    agent_state: bool = True  # what is held
+    feedback: bool = True  # success or failure of each step
+    success_state: bool = True  # success rate of the window
+    agent_state: bool = True  # the held object
     consistency_check: bool = True
-    format: Literal["full", "short"] = "full"  # of C.1, or of B.1.1
 
 
 class Episodic(Settings):
-    """Both graphs (section 3.2.2, Table 7)."""
+    """Trajectory graph and spatial graph (section 3.2.2, Table 7)."""
 
     enabled: bool = True
     trajectory: bool = True
     spatial: bool = True
-    facts: bool = True  # False: the printed template of C.2 and C.5, whose spatial guidance holds no fact
-    patterns: int = Field(default=2, ge=0)  # that are shown of a room
-    pattern_actions: int = Field(default=12, ge=1)  # of a pattern, at most
+    facts: bool = True  # False: the template of C.2 and C.5, whose spatial guidance has no facts
 
 
 class Semantic(Settings):
     """Experiences and guidelines (sections 3.2.3 and B.3, Tables 8 and 9)."""
 
     enabled: bool = True
-    k: int = Field(default=2, ge=0)  # experiences that are shown
+    k: int = Field(default=2, ge=0)  # experiences shown
     success_patterns: bool = True
     failure_causes: bool = True
     learning_insights: bool = True
-    guidelines: int = Field(default=20, ge=0)  # M of B.3.2; all are shown
-    select: Literal["all", "matching"] = "all"
+    guidelines: int = Field(default=20, ge=0)  # M of B.3.2; guidelines shown
 
 
 class Evolve(Settings):
-    """What makes memory evolve (section 3.4): counts, pruning, and further attempts at what failed."""
+    """Counts, pruning, and retries of failed tasks (section 3.4)."""
 
     enabled: bool = True
-    retries: int = Field(default=2, ge=0)  # at a task that failed, at most; never scored
-    decay: float = Field(default=0.99, gt=0, le=1)  # of utility, by episodes since the last use; 1: none
+    retries: int = Field(default=2, ge=0)  # at most, per failed task; never scored
+    decay: float = Field(default=0.99, gt=0, le=1)  # of utility per episode since the last use
 
 
 class BrainMemSettings(Settings):
@@ -57,4 +51,4 @@ class BrainMemSettings(Settings):
     episodic: Episodic = Episodic()
     semantic: Semantic = Semantic()
     evolve: Evolve = Evolve()
-    texts_only: bool = False  # control: all fixed texts, every tier empty
+    texts_only: bool = False  # control: fixed texts only, every tier empty

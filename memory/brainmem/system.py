@@ -1,8 +1,8 @@
 """BrainMem as a memory system (arXiv 2604.16331): working, episodic and semantic memory, folded from a journal.
 
-What is recalled is the planner's memory context in the paper's order (C.5), one entry for each section that says
-anything: guidelines, patterns of the room, experiences, action hints, spatial guidance, working memory. Sections are
-made at every step; what is kept for good are guidelines, experiences and relations.
+A recall returns the planner's memory context in the paper's order (C.5), one entry per non-empty section: guidelines,
+patterns of the room, experiences, action hints, spatial guidance, working memory. Sections are written anew at every
+step; the stored entries are guidelines, experiences and relations.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import ClassVar
 from envs.base import Task
 from envs.household.telling import summary
 from memory.brainmem import agent, overview, working
-from memory.brainmem.episodic import Standing, State, TrajectoryGraph, topic_of
+from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, topic_of
 from memory.brainmem.knowledge import NAME, Knowledge, id_of
-from memory.brainmem.semantic import agreeing
+from memory.brainmem.semantic import agreeing_texts
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
 from memory.entry import MemoryEntry, Provenance, Written
-from memory.journal import Journal, Row
+from memory.journal import JournalMemory, Row
 from memory.protocol import Graph, Query, Recall, Record, Table, Trace
 from memory.registry import Ask, MemorySpec, Tools
 
 
-class BrainMem:
-    """A `MemorySystem`. What it knows is folded from the first rows of its journal, and kept while that only grows."""
+class BrainMem(JournalMemory):
+    """BrainMem as a `MemorySystem`, folded from the rows of its journal."""
 
     name: ClassVar[str] = NAME
 
@@ -40,33 +40,32 @@ class BrainMem:
         until: int | None = None,
         ask: Ask | None = None,
     ) -> None:
-        self.path, self.settings, self._ask = Path(path), settings or BrainMemSettings(), ask
-        self._journal = Journal(self.path, until)
+        super().__init__(path, until)
+        self.settings, self._ask = settings or BrainMemSettings(), ask
         self._known = Knowledge(self.settings)
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
-        rows = [Row(tuple(attempts), {}) for attempts in episodes]
         if self._ask is None or not self.settings.semantic.enabled:
-            return self._journal.append(rows)
-        fresh = self._journal.unknown(rows)
+            return super().commit(episodes)
+        fresh = self._journal.unknown([Row(tuple(attempts), {}) for attempts in episodes])
         try:
             written = self._journal.append([self._answered(row, self._ask) for row in fresh])
-        finally:  # what was learned ahead is what the journal holds, or is forgotten
+        finally:  # `_answered` learned rows before they were stored
             if self._known.episodes != len(self._journal):
                 self._known = Knowledge(self.settings)
-        return written + Written(0, len(rows) - len(fresh))
+        return written + Written(0, len(episodes) - len(fresh))
 
     def _answered(self, row: Row, ask: Ask) -> Row:
-        """Have the language model speak about an episode that comes next (L3 to L5), and learn it."""
+        """Add the language model's answers about the next episode (L3 to L5) and learn it."""
         known, topic = self.knowledge, topic_of(row.attempts[0].task, row.attempts[0].first)
-        answers = agent.analysed(row.attempts, topic, ask)
+        answers = agent.ask_about_episode(row.attempts, topic, ask)
         row = replace(row, answers=answers.to_json())
         new, ids = known.experience_of(row, topic), {g.id for g in known.guidelines}
         for g in known.guidelines_with(new):
             if g.id not in ids:
                 support = [*known.experiences.of_ids(g.support), *([new] if new.id in g.support else [])]
-                if said := agent.merged(agreeing(support, g.basis), ask):
-                    answers.guidelines[g.basis] = said
+                if text := agent.ask_guideline(agreeing_texts(support, g.basis), ask):
+                    answers.guidelines[g.basis] = text
                 else:
                     answers.failed(agent.GUIDELINE)
         row = replace(row, answers=answers.to_json())
@@ -75,11 +74,8 @@ class BrainMem:
 
     @property
     def failures(self) -> Counter[str]:
-        """Count, by role, what language models answered that could not be used."""
+        """Count language models' unusable answers by role."""
         return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
-
-    def take_over(self, other: BrainMem) -> Written:
-        return self._journal.append(list(other._journal))
 
     @property
     def knowledge(self) -> Knowledge:
@@ -102,23 +98,14 @@ class BrainMem:
         lesson = agent.reflection(last, topic_of(query.task, last.first), self._ask)
         return BrainSession(query, first, self.settings, attempts, lesson)
 
-    def snapshot(self) -> int:
-        return len(self._journal)
-
     def at(self, version: int) -> BrainMem:
         return BrainMem(self.path, self.settings, version)
-
-    def origins(self) -> Counter[tuple[str, str]]:
-        return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts[:1])
 
     def tables(self) -> list[Table]:
         return overview.tables(self.knowledge, self.failures)
 
     def graphs(self) -> list[Graph]:
         return overview.graphs(self.knowledge)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[MemoryEntry]:
         known = self.knowledge
@@ -131,12 +118,9 @@ class BrainMem:
             for fact in known.spatial.facts(room, frozenset(), most=1_000):
                 yield _entry("relation", f"In {room}: {fact}", room=room)
 
-    def __getitem__(self, id: str) -> MemoryEntry:
-        return {entry.id: entry for entry in self}[id]
-
 
 class BrainSession:
-    """One attempt at a task: the sections of its task, what earlier attempts at it teach, and working memory."""
+    """One attempt at a task: the task's sections, guidance from earlier attempts, and working memory."""
 
     def __init__(
         self,
@@ -148,21 +132,21 @@ class BrainSession:
     ) -> None:
         self._first, self._settings, self._task = first, settings, query.task
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
-        self._now: Standing | None = None
+        self._now: GraphPosition | None = None
         self._taken = 0
         self._lesson = lesson
         self._tried = TrajectoryGraph()
         for trace in earlier:
-            self._tried.learn(trace, topic_of(query.task, trace.first), trace.attempt)
+            self._tried.learn(trace, topic_of(query.task, trace.first))
 
     def recall(self, observation: str) -> Recall:
-        self._now = self._now or Standing.at_first(self._task, observation)
+        self._now = self._now or GraphPosition.start(self._task, observation)
         added = {"Retry Guidance": self._guidance(self._now.state), "Working Memory": self._working()}
         entries = [_entry(name, text, room=self._task.scene) for name, text in added.items() if text]
         return Recall((*self._first.entries, *entries), made=True) if entries else self._first
 
     def _guidance(self, state: State) -> str:
-        """Say why the last attempt failed, and what was refused before in this very state (section 3.2.3)."""
+        """Explain why the last attempt failed and list the actions refused in this state (section 3.2.3)."""
         if not self._lesson:
             return ""
         failed = self._tried.failed(state, self._task.id)
@@ -171,29 +155,29 @@ class BrainSession:
 
     def _working(self) -> str:
         settings = self._settings.working
-        return working.rendered(list(self._window), self._taken, settings) if settings.enabled else ""
+        return working.render_section(list(self._window), self._taken, settings) if settings.enabled else ""
 
     def observe(self, record: Record) -> None:
-        before = self._now or Standing.at_first(self._task, record.observation)
+        before = self._now or GraphPosition.start(self._task, record.observation)
         self._now = after = before.after(record)
         changed = record.feedback != record.observation or after.body != before.body
         self._taken += 1
         self._window.append(
             WorkStep(
-                record.t,
-                record.action,
-                not record.refused,
-                summary(record.observation, before.body),
-                after.body.at,
-                after.body.holds,
-                before.body.holds,
+                t=record.t,
+                action=record.action,
+                ok=not record.refused,
+                summary=summary(record.observation, before.body),
+                at=after.body.at,
+                holds=after.body.holds,
+                held_before=before.body.holds,
                 changed=changed,
             )
         )
 
 
 def _context(known: Knowledge, task: Task) -> tuple[MemoryEntry, ...]:
-    """Make an entry of each section that says anything about a task."""
+    """Return an entry per non-empty section of a task."""
     sections = known.sections(topic_of(task), task.id)
     return tuple(_entry(name, text, room=task.scene, actions=done) for name, (text, done) in sections.items())
 
@@ -207,7 +191,7 @@ def _entry(
     success: bool = True,
     actions: tuple[str, ...] = (),
 ) -> MemoryEntry:
-    """Make an entry of a section, or of one thing that is kept; a section's id follows from its text."""
+    """Create the entry of a section or of a stored item. A section's id is a hash of its text."""
     own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     provenance = Provenance(task, room, "", "", success, actions, NAME)
     return MemoryEntry(id_of(section) + own, text, provenance)

@@ -1,12 +1,10 @@
-"""Working memory: the last steps of the attempt, what they say of the agent, and what contradicts itself (section
-3.2.1, C.1).
+"""Working memory: the last steps of the attempt, the agent's state, and consistency warnings (section 3.2.1, C.1).
 
-Warnings are a pure function of the window and of what is held, over steps that were taken, and are shown at the next
-decision; no second call of the planner is made for them. The rules are ours, for the paper gives one instance alone:
+Warnings are a pure function of the window and appear at the next decision. The paper gives one example; the rules are:
 
-R1  a refused action that was refused before in the window    R4  the same action again, with nothing changed
-R2  taking something while something is held                  R6  opening what is open, closing what is closed
-R3  putting or treating something while nothing is held
+R1  a refused action that was refused before in the window    R4  a repeated action that changes nothing
+R2  taking an object while holding one                        R6  opening an open or closing a closed receptacle
+R3  putting or treating an object while holding none
 
 (R5, about water, is EB-ALFRED's: ALFWorld cleans with one command.)
 """
@@ -35,7 +33,7 @@ _DOOR = re.compile(r"(open|close) (.+)")
 
 @dataclass(frozen=True, slots=True)
 class WorkStep:
-    """A step as working memory keeps it; `holds` and `at` are of after it."""
+    """A step of the window; `at` and `holds` describe the agent after it."""
 
     t: int
     action: str
@@ -44,13 +42,11 @@ class WorkStep:
     at: str
     holds: str
     held_before: str
-    rise: float | None = None  # of progress
-    changed: bool = True  # view or what is held is another than before
-    reasoning: str = ""
+    changed: bool = True  # the view or the held object
 
 
 def warnings(window: Sequence[WorkStep]) -> list[str]:
-    """Say what is inconsistent in the last step, the first two hits."""
+    """Return the first two warnings about the last step."""
     if not window:
         return []
     last, before, found = window[-1], window[:-1], list[str]()
@@ -61,7 +57,7 @@ def warnings(window: Sequence[WorkStep]) -> list[str]:
     if _USED.match(last.action) and not last.held_before:
         found.append(f"'{last.action}' while nothing was held: pick something up first.")
     twice = any(step.action == last.action for step in before[-1:])
-    if twice and last.ok and not last.changed and not last.rise:
+    if twice and last.ok and not last.changed:
         found.append(f"'{last.action}' again changed nothing: this is a loop.")
     door = _DOOR.fullmatch(last.action)
     if door and any(step.action == last.action and step.ok for step in before) and not _reversed(door, before):
@@ -70,50 +66,31 @@ def warnings(window: Sequence[WorkStep]) -> list[str]:
 
 
 def _reversed(door: re.Match[str], before: Sequence[WorkStep]) -> bool:
-    """Tell whether the door was last used the other way."""
+    """Whether the last use of the door was the opposite one."""
     uses = [m[1] for step in before if step.ok and (m := _DOOR.fullmatch(step.action)) and m[2] == door[2]]
     return uses[-1] != door[1]
 
 
-def rate(window: Sequence[WorkStep]) -> str:
-    """Write the success rate of the window's steps (B.1.1)."""
+def success_rate(window: Sequence[WorkStep]) -> str:
+    """Format the success rate of the window (B.1.1)."""
     return f"{100 * sum(step.ok for step in window) / len(window):.1f}%"
 
 
-def rendered(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
-    """Write the section in C.1's order; `taken` counts the attempt's actions. "" before the first."""
+def render_section(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
+    """Write the section in C.1's order; "" for an empty window. `taken`: the attempt's number of actions."""
     if not window:
         return ""
     lines = ["Working Memory:"]
     for step in window:
-        lines += _step_lines(step, settings)
-    if settings.format == "full":
-        lines += ["Key Guidelines:", *(f"- {text}" for text in KEY_GUIDELINES)]
+        mark = f" ({'Success' if step.ok else 'Failure'})" if settings.feedback else ""
+        lines += [f"Step {step.t + 1}: Action: {step.action}{mark}", f"Observation Summary: {step.summary}"]
+    lines += ["Key Guidelines:", *(f"- {text}" for text in KEY_GUIDELINES)]
     if settings.consistency_check and (found := warnings(window)):
         lines += [f"CONSISTENCY WARNING: {text} Reconsider." for text in found]
-    places = dict.fromkeys(step.at for step in window if step.at)
-    if settings.format == "full" and places:
+    if places := dict.fromkeys(step.at for step in window if step.at):
         lines.append(f"Recently Visited Locations: {', '.join(places)}")
     if settings.agent_state:
-        lines.append(f"CURRENT ROBOT STATE: {_holding(window[-1].holds)}")
-        lines += REMINDERS if settings.format == "full" else ()
+        lines += [f"CURRENT ROBOT STATE: holding {window[-1].holds or 'nothing'}", *REMINDERS]
     if settings.success_state:
-        lines.append(f"Performance: success rate {rate(window)}, actions {taken}")
-    return "\n".join([*lines, STRATEGY] if settings.format == "full" else lines)
-
-
-def _step_lines(step: WorkStep, settings: Working) -> list[str]:
-    mark = f" ({'Success' if step.ok else 'Failure'}{_reward(step)})" if settings.feedback else ""
-    lines = [f"Step {step.t + 1}: Action: {step.action}{mark}"]
-    if settings.format == "short":
-        return [f"{lines[0]}, {_holding(step.holds)}, at {step.at or 'start'}"]
-    lines.append(f"Observation Summary: {step.summary}")
-    return [*lines, f"Reasoning: {step.reasoning}"] if step.reasoning else lines
-
-
-def _reward(step: WorkStep) -> str:
-    return "" if step.rise is None else f", reward={step.rise:.2f}"
-
-
-def _holding(holds: str) -> str:
-    return f"holding {holds}" if holds else "holding nothing"
+        lines.append(f"Performance: success rate {success_rate(window)}, actions {taken}")
+    return "\n".join([*lines, STRATEGY])

@@ -1,127 +1,119 @@
-"""What stays in a memory of bounded size (KARMA, section 3.6): FIFO with merging, LRU, W-TinyLFU, or everything.
+"""Caches of short-term memory (KARMA, section 3.6): FIFO, LRU, W-TinyLFU and one without a limit.
 
-A cache holds one value by id. `write` puts one in, `use` says that it served; which of them leaves is the policy's.
+A cache holds one value per id. `write` stores a value and `use` records a use; the policy decides which entry to evict.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+import math
+from collections import Counter, OrderedDict
+from typing import Generic, TypeVar
 
 from memory.karma.settings import KarmaSettings
-from memory.karma.sketch import CountMin, Exact, Frequencies
 
 V = TypeVar("V")
-PROTECTED = 0.8  # of the main segment
+PROTECTED_SHARE = 0.8  # of the main segment
+MAX_COUNT = 15  # of a counter of four bits
 
 
-class Cache(Protocol[V]):
-    def write(self, id: str, value: V) -> None: ...
+class Cache(Generic[V]):
+    """Entries in ordered segments, oldest first. Each id is in at most one segment."""
 
-    def use(self, id: str) -> None: ...
-
-    def revise(self, id: str, value: V) -> None:
-        """Replace what an id that is held stands for; nobody uses it thereby."""
-        ...
-
-    def drop(self, id: str) -> None:
-        """Forget what an id stands for, if it is there."""
-        ...
-
-    def items(self) -> list[tuple[str, V]]:
-        """List what is held, the next to leave first as far as there is an order."""
-        ...
-
-    def __contains__(self, id: object) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-
-class Fifo(Generic[V]):
-    """The earliest entry leaves. `merge`: a new unit of an object takes the place of the one there is (always, or only
-    where nothing else makes room), and keeps it unless it is to `refresh`."""
-
-    def __init__(self, capacity: int, merge: str = "always", refresh: bool = False) -> None:
-        self.capacity, self.merge, self.refresh = capacity, merge, refresh
-        self._entries = list[tuple[str, V]]()
+    def __init__(self, segments: int = 1) -> None:
+        self._segments = tuple(OrderedDict[str, V]() for _ in range(segments))
 
     def write(self, id: str, value: V) -> None:
-        full = len(self._entries) >= self.capacity
-        at = next((n for n, (held, _) in enumerate(self._entries) if held == id), None)
-        if at is not None and (self.merge == "always" or (self.merge == "when_full" and full)):
-            self._entries.pop(at)
-            self._entries.insert(len(self._entries) if self.refresh else at, (id, value))
-            return
-        if full:
-            self._entries.pop(0)
-        self._entries.append((id, value))
+        """Store a value and evict an entry if the cache is full."""
+        raise NotImplementedError
 
     def use(self, id: str) -> None:
-        pass
+        """Record a use of an entry. FIFO ignores uses."""
 
     def revise(self, id: str, value: V) -> None:
-        self._entries = [(held, value if held == id else old) for held, old in self._entries]
+        """Replace the value of a cached id without counting a use."""
+        if (segment := self._segment(id)) is not None:
+            segment[id] = value
 
     def drop(self, id: str) -> None:
-        self._entries = [entry for entry in self._entries if entry[0] != id]
+        """Remove an entry if it is cached."""
+        if (segment := self._segment(id)) is not None:
+            del segment[id]
 
     def items(self) -> list[tuple[str, V]]:
-        return list(self._entries)
+        """List (id, value) by segment, oldest first."""
+        return [item for segment in self._segments for item in segment.items()]
 
-    def __contains__(self, id: object) -> bool:
-        return any(held == id for held, _ in self._entries)
+    def _segment(self, id: str) -> OrderedDict[str, V] | None:
+        return next((segment for segment in self._segments if id in segment), None)
+
+    def __contains__(self, id: str) -> bool:
+        return self._segment(id) is not None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._segments))
 
 
-class Lru(Generic[V]):
-    """The one that was used or written longest ago leaves; without a capacity none does."""
+class Fifo(Cache[V]):
+    """Evict the entry that was inserted first. Writing a cached id replaces its value in place."""
 
-    def __init__(self, capacity: int | None) -> None:
-        self.capacity, self._entries = capacity, OrderedDict[str, V]()
+    def __init__(self, capacity: float) -> None:
+        super().__init__()
+        self.capacity, [self._entries] = capacity, self._segments
 
     def write(self, id: str, value: V) -> None:
-        self._entries[id] = value
-        self._entries.move_to_end(id)
-        if self.capacity is not None and len(self._entries) > self.capacity:
+        if id not in self._entries and len(self._entries) >= self.capacity:
             self._entries.popitem(last=False)
+        self._entries[id] = value
+
+
+class Lru(Fifo[V]):
+    """Evict the entry that was used or written least recently."""
+
+    def write(self, id: str, value: V) -> None:
+        super().write(id, value)
+        self.use(id)
 
     def use(self, id: str) -> None:
         self._entries.move_to_end(id)
 
-    def revise(self, id: str, value: V) -> None:
-        self._entries[id] = value
 
-    def drop(self, id: str) -> None:
-        self._entries.pop(id, None)
+class AgingCounts:
+    """Use counts of four bits, all halved once every `sample` ticks (TinyLFU, arXiv 1512.00727)."""
 
-    def items(self) -> list[tuple[str, V]]:
-        return list(self._entries.items())
+    def __init__(self, sample: int) -> None:
+        self.sample, self.ticks, self._counts = sample, 0, Counter[str]()
 
-    def __contains__(self, id: object) -> bool:
-        return id in self._entries
+    def add(self, key: str) -> None:
+        self._counts[key] = min(MAX_COUNT, self._counts[key] + 1)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def tick(self) -> None:
+        """Advance the clock and halve all counts when it reaches `sample`."""
+        self.ticks += 1
+        if self.ticks >= self.sample:
+            self._counts = Counter({key: count // 2 for key, count in self._counts.items() if count > 1})
+            self.ticks //= 2
+
+    def estimate(self, key: str) -> int:
+        return self._counts[key]
 
 
-class WTinyLfu(Generic[V]):
-    """Window and main segment, the latter in two parts, protected and elimination, each an LRU list. New units enter
-    the window. When one must go:
+class WTinyLfu(Cache[V]):
+    """W-TinyLFU: a window and a main segment of two LRU lists, protected and elimination. New entries enter the window.
 
-    pool  (the paper) all of window and elimination are compared, but for the newcomer, and the one that was used least
-          goes, of several the one that was used longest ago
-    duel  (TinyLFU) the window's oldest goes, unless it was used more than elimination's oldest, whose place it takes
+    Args:
+        window: entries of the window segment.
+        main: entries of the main segment.
+        frequencies: use counts, aged at every write.
+        victim: "pool" evicts the least used entry of window and elimination except the newcomer, of equal ones the
+            least recently used (the paper's rule). "duel" evicts the oldest entry of the window unless it was used
+            more often than the oldest of elimination, whose place it then takes (TinyLFU's rule).
     """
 
-    def __init__(
-        self, window: int, main: int, frequencies: Frequencies, victim: str = "pool", age_on: str = "write"
-    ) -> None:
-        self._sizes, self._protects = (window, main), int(PROTECTED * main)
-        self._victim, self._age_on, self.frequencies = victim, age_on, frequencies
-        self.window, self.elimination, self.protected = (OrderedDict[str, V]() for _ in range(3))
+    def __init__(self, window: int, main: int, frequencies: AgingCounts, victim: str = "pool") -> None:
+        super().__init__(segments=3)
+        self.elimination, self.window, self.protected = self._segments
+        self._sizes, self._protected_size = (window, main), int(PROTECTED_SHARE * main)
+        self._victim, self.frequencies = victim, frequencies
         self._last_use, self._clock = dict[str, int](), 0
 
     def write(self, id: str, value: V) -> None:
@@ -135,77 +127,53 @@ class WTinyLfu(Generic[V]):
                 self._evict(id)
             window, main = self._sizes
             while len(self.window) > window and len(self.elimination) + len(self.protected) < main:
-                self._move(self.window, self.elimination)
-        if self._age_on == "write":
-            self.frequencies.tick()
+                self._move_oldest(self.window, self.elimination)
+        self.frequencies.tick()
 
     def use(self, id: str) -> None:
         self._count(id)
         if id in self.elimination:
             self.protected[id] = self.elimination.pop(id)
-            while len(self.protected) > self._protects:
-                self._move(self.protected, self.elimination)
+            while len(self.protected) > self._protected_size:
+                self._move_oldest(self.protected, self.elimination)
         elif (segment := self._segment(id)) is not None:
             segment.move_to_end(id)
+
+    def drop(self, id: str) -> None:
+        super().drop(id)
+        self._last_use.pop(id, None)
 
     def _count(self, id: str) -> None:
         self.frequencies.add(id)
         self._clock += 1
         self._last_use[id] = self._clock
-        if self._age_on == "use":
-            self.frequencies.tick()
 
     def _evict(self, newcomer: str) -> None:
         if self._victim == "duel":
             candidate, victim = next(iter(self.window)), next(iter(self.elimination), None)
-            wins = victim is not None and self.frequencies.estimate(candidate) > self.frequencies.estimate(victim)
-            self.drop(victim if wins and victim is not None else candidate)
-            if wins:
+            if victim is not None and self.frequencies.estimate(candidate) > self.frequencies.estimate(victim):
+                self.drop(victim)
                 self.elimination[candidate] = self.window.pop(candidate)
+            else:
+                self.drop(candidate)
             return
         pool = [id for id in (*self.window, *self.elimination) if id != newcomer] or [newcomer]
         self.drop(min(pool, key=lambda id: (self.frequencies.estimate(id), self._last_use[id])))
 
-    def _segment(self, id: str) -> OrderedDict[str, V] | None:
-        return next((part for part in (self.window, self.elimination, self.protected) if id in part), None)
-
     @staticmethod
-    def _move(source: OrderedDict[str, V], target: OrderedDict[str, V]) -> None:
-        """Move the oldest of a segment to the recent end of another."""
+    def _move_oldest(source: OrderedDict[str, V], target: OrderedDict[str, V]) -> None:
         id, value = source.popitem(last=False)
         target[id] = value
 
-    def revise(self, id: str, value: V) -> None:
-        if (segment := self._segment(id)) is not None:
-            segment[id] = value
-
-    def drop(self, id: str) -> None:
-        if (segment := self._segment(id)) is not None:
-            del segment[id], self._last_use[id]
-
-    def items(self) -> list[tuple[str, V]]:
-        return [*self.elimination.items(), *self.window.items(), *self.protected.items()]
-
-    def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._segment(id) is not None
-
-    def __iter__(self) -> Iterator[str]:
-        return (id for id, _ in self.items())
-
-    def __len__(self) -> int:
-        return len(self.window) + len(self.elimination) + len(self.protected)
-
 
 def make_cache(settings: KarmaSettings) -> Cache:
-    """Make the cache that the settings describe, empty."""
+    """Create an empty cache from the settings."""
     match settings.policy:
         case "fifo":
-            return Fifo(settings.capacity, settings.merge, settings.refresh)
+            return Fifo(settings.capacity)
         case "lru":
             return Lru(settings.capacity)
         case "unlimited":
-            return Lru(None)
-    window, main = settings.segments
-    counts = Exact() if settings.sketch == "exact" else CountMin(settings.capacity)
-    frequencies = Frequencies(counts, settings.sample or 10 * settings.capacity, settings.doorkeeper)
-    return WTinyLfu(window, main, frequencies, settings.victim, settings.age_on)
+            return Lru(math.inf)
+    frequencies = AgingCounts(settings.sample or 10 * settings.capacity)
+    return WTinyLfu(*settings.segments, frequencies, settings.victim)

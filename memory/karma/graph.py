@@ -1,7 +1,7 @@
-"""Long-term memory: a scene graph of what does not move, floor, areas and objects (KARMA, section 3.3).
+"""Long-term memory: a scene graph of one floor, its areas, and the fixed objects in them (KARMA, section 3.3).
 
-Areas are the squares of a grid over what is reachable, without those in which nobody can stand. Each object belongs to
-the area whose centre is nearest; areas that share a side are navigable from each other.
+Areas are the cells of a grid over the reachable positions, without empty cells. An object belongs to the area with the
+nearest centre. Areas that share a side are adjacent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import networkx as nx
 from envs.base import FloorPlan, Position
 
 HEAD = "Areas of this home:"
-ELSEWHERE = "elsewhere"  # of things whose position nobody knows
+ELSEWHERE = "elsewhere"  # area of objects without a position
 _AREA = re.compile(
     r"^(area \d+|elsewhere): type Area, contains \[(.*?)\], adjacent \[(.*?)\], position (?:\[(.*?)\]|none)$"
 )
@@ -38,36 +38,29 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class SceneGraph:
-    """One floor with its areas; `things` says where the objects stand."""
+    """The areas of one floor."""
 
     areas: tuple[Area, ...] = ()
-    things: tuple[tuple[str, Position | None], ...] = ()
 
     @property
     def text(self) -> str:
-        """Serialise the areas whole, as every prompt holds them; "" for none."""
+        """Serialise all areas for a prompt; "" without areas."""
         return "\n".join([HEAD, *(area.text for area in self.areas)]) if self.areas else ""
 
-    def only(self, things: Iterable[str]) -> SceneGraph:
-        """Return the graph as it is for someone who has visited no more than these."""
-        known = frozenset(things)
-        areas = (Area(a.name, a.position, tuple(t for t in a.contains if t in known), a.adjacent) for a in self.areas)
-        return SceneGraph(tuple(areas), tuple(thing for thing in self.things if thing[0] in known))
-
     def area_of(self, thing: str) -> str:
+        """Return the name of an object's area; "" if no area contains it."""
         return next((area.name for area in self.areas if thing in area.contains), "")
 
     def hops(self, start: str) -> dict[str, int]:
-        """Count the steps from one area to each other one that can be reached; {} from nowhere."""
+        """Return the number of hops from one area to each reachable area; {} for an isolated area."""
         graph = nx.Graph((area.name, other) for area in self.areas for other in area.adjacent)
         return dict(nx.single_source_shortest_path_length(graph, start)) if start in graph else {}
 
 
 def read_graph(text: str) -> SceneGraph:
-    """Read the areas from a prompt's text, wherever in it; where the objects stand it does not say."""
+    """Parse the areas in a prompt's text."""
     found = [m for line in text.splitlines() if (m := _AREA.match(line))]
-    areas = tuple(Area(m[1], _position(m[4]), _names(m[2]), _names(m[3])) for m in found)
-    return SceneGraph(areas, tuple((thing, None) for area in areas for thing in area.contains))
+    return SceneGraph(tuple(Area(m[1], _position(m[4]), _names(m[2]), _names(m[3])) for m in found))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -81,27 +74,28 @@ def _position(text: str | None) -> Position | None:
     return x, y, z
 
 
-def build_graph(plan: FloorPlan, grid: int = 3, radius: float | None = None) -> SceneGraph:
-    """Lay the grid over where one can stand (or, where nobody knows that, over the objects), and each object into the
-    area whose centre is nearest, if that is within `radius` metres."""
+def build_graph(plan: FloorPlan, grid: int = 3) -> SceneGraph:
+    """Build the scene graph of a floor plan.
+
+    The grid covers the reachable positions, or the objects where the plan gives no reachable positions.
+    """
     placed = {name: at for name, at in plan.things.items() if at is not None}
-    ground = plan.reachable or tuple(placed.values())
-    cells = _cells(ground, grid)
+    cells = _cells(plan.reachable or tuple(placed.values()), grid)
     names = {cell: f"area {number}" for number, cell in enumerate(sorted(cells), start=1)}
-    homes = dict[str, list[str]]()
+    contained = dict[str, list[str]]()
     for thing, at in placed.items():
-        cell = min(cells, key=lambda c: (_distance(cells[c], at), c))
-        if radius is None or _distance(cells[cell], at) <= radius:
-            homes.setdefault(names[cell], []).append(thing)
+        nearest = min(cells, key=lambda cell: (_distance(cells[cell], at), cell))
+        contained.setdefault(names[nearest], []).append(thing)
     beside = lambda x, z: [names[c] for c in ((x - 1, z), (x, z - 1), (x, z + 1), (x + 1, z)) if c in names]
-    areas = [Area(name, cells[cell], tuple(homes.get(name, ())), tuple(beside(*cell))) for cell, name in names.items()]
+    areas = [
+        Area(name, cells[cell], tuple(contained.get(name, ())), tuple(beside(*cell))) for cell, name in names.items()
+    ]
     lost = tuple(thing for thing, at in plan.things.items() if at is None)
-    areas += [Area(ELSEWHERE, None, lost, ())] if lost else []
-    return SceneGraph(tuple(areas), tuple(plan.things.items()))
+    return SceneGraph((*areas, Area(ELSEWHERE, None, lost, ())) if lost else tuple(areas))
 
 
 def _cells(ground: Iterable[Position], grid: int) -> dict[tuple[int, int], Position]:
-    """Return the squares of the bounding box in which one can stand, with their centres."""
+    """Return the centres of the grid cells of the bounding box that hold a position, by (column, row)."""
     points = [(x, z) for x, _, z in ground]
     if not points:
         return {}

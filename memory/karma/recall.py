@@ -1,4 +1,4 @@
-"""Recall: which units of short-term memory are nearest to an instruction (KARMA, section 3.5)."""
+"""Retrieval of the short-term units nearest to an instruction (KARMA, section 3.5)."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
     from memory.retrieval import Embed
 
-_PLAIN = frozenset("a an the in on of to it is and or with from under at put find look examine some them".split())
+_STOP_WORDS = frozenset("a an the in on of to it is and or with from under at put find look examine some them".split())
 
 
-def embedded(unit: Unit) -> str:
-    """Return the text of a unit that is embedded: as it is told, with its object's type for its name."""
+def _text_to_embed(unit: Unit) -> str:
+    """Return a unit's text with the object's type instead of its name."""
     return unit.text.replace(unit.id, unit.type)
 
 
 def nearest(instruction: str, units: Sequence[Unit], k: int, embed: Embed | None = None) -> list[Unit]:
-    """Return the k units of the smallest cosine distance to the instruction; of equal ones the one that was written
-    last, then by id."""
+    """Return the k units with the smallest cosine distance to the instruction; break ties by the latest write, then
+    by id."""
     if not units:
         return []
-    far = distances(instruction, [embedded(unit) for unit in units], embed)
+    far = distances(instruction, [_text_to_embed(unit) for unit in units], embed)
     order = sorted(zip(units, far, strict=True), key=lambda pair: (round(pair[1], 6), -pair[0].version, pair[0].id))
     return [unit for unit, _ in order[:k]]
 
 
 def distances(query: str, texts: Sequence[str], embed: Embed | None = None) -> list[float]:
-    """Return 1 - q.m / (|q| |m|) for each text; without an embedding, of idf-weighted bags of word stems."""
+    """Return each text's cosine distance to the query. Without `embed`, vectors are idf-weighted bags of word stems."""
     rows = unit_rows(embed or _bags, [query, *texts])
     return [float(far) for far in 1.0 - rows[1:] @ rows[0]]
 
 
 def _bags(texts: Sequence[str]) -> np.ndarray:
-    """Count each text's stems, weighted by how few of the texts have them."""
+    """Return the idf-weighted stem counts of each text, (n, stems)."""
     import numpy as np
 
     counted = [Counter(words(text)) for text in texts]
@@ -55,8 +55,8 @@ def _bags(texts: Sequence[str]) -> np.ndarray:
 
 
 def words(text: str) -> list[str]:
-    """List the stems of a text's words that mean something."""
-    return [_stem(word) for word in letters(text) if word not in _PLAIN]
+    """Return the stems of a text's words without stop words."""
+    return [_stem(word) for word in letters(text) if word not in _STOP_WORDS]
 
 
 def _stem(word: str) -> str:

@@ -1,15 +1,13 @@
-"""KARMA as a memory system (arXiv 2409.14908): a scene graph that lasts, and a small cache of objects that does not.
+"""KARMA as a memory system (arXiv 2409.14908): a lasting scene graph and a small cache of object units.
 
-What is recalled for an instruction is the whole of long-term memory, one entry; the units of short-term memory that are
-nearest to the instruction, one entry each; and, in a living world, what the task before was. In a living world
-(`memory.protocol.Lasting`) short-term memory begins empty and lasts from task to task. Over a stream of episodes that
-each start afresh, it is a fold of what episodes in the same scene saw, from a journal.
+A recall returns long-term memory as one entry, the units of short-term memory nearest to the instruction as one entry
+each and, in a living world, the outcome of the task before. In a living world (`memory.protocol.Lasting`) short-term
+memory starts empty and lasts from task to task. Otherwise it is folded from the journal's episodes of the same scene.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,25 +16,24 @@ from typing import ClassVar
 from envs.base import FloorPlan, Task, TaskSequence
 from envs.household.telling import deed, room
 from envs.household.trajectories import fetching
-from memory.entry import MemoryEntry, Provenance, Written
-from memory.journal import Journal, Row
+from memory.entry import MemoryEntry, Provenance
+from memory.journal import JournalMemory
 from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
-from memory.karma.units import HAND, ShortTerm, Unit, asked_states, said
+from memory.karma.units import HAND, ShortTerm, Unit, ask_states, goal_words
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
 from memory.registry import MemorySpec, Tools
 from memory.trajectory import one_line
 
 NAME = "karma"
-LONG, SHORT, BEFORE = f"{NAME}/long", f"{NAME}/short", f"{NAME}/before"  # sources of its entries
+LONG, SHORT, BEFORE = f"{NAME}/long", f"{NAME}/short", f"{NAME}/before"  # `Provenance.source` of its entries
 STATES_TOKENS = 256
 
 
 @dataclass
 class Home:
-    """What is known of one world: both memories, and what was asked there so far. `world` names it in ids, `scene` to
-    people."""
+    """Both memories of one world. `world` names it in entry ids, `scene` in texts."""
 
     world: str
     scene: str
@@ -44,9 +41,8 @@ class Home:
     tools: Tools
     plan: FloorPlan = field(default_factory=FloorPlan)
     short: ShortTerm = field(init=False)
-    visited: set[str] = field(default_factory=set)
-    asked: list[frozenset[str]] = field(default_factory=list)  # the words of earlier instructions
-    before: str = ""  # the task before, and how it ended
+    finished: int = 0  # tasks
+    before: str = ""  # goal and outcome of the task before
     _graph: SceneGraph | None = None
 
     def __post_init__(self) -> None:
@@ -55,63 +51,52 @@ class Home:
     @property
     def graph(self) -> SceneGraph:
         if self._graph is None:
-            self._graph = build_graph(self.plan, self.settings.grid, self.settings.radius)
-        return self._graph if self.settings.build == "given" else self._graph.only(self.visited)
+            self._graph = build_graph(self.plan, self.settings.grid)
+        return self._graph
 
     def enter(self, observation: str) -> None:
-        """See the world for the first time: without a plan of it, its places are what this says that it holds."""
+        """Read the places from the first observation if there is no floor plan."""
         if not self.plan.things and (places := room(observation)):
             self.plan = FloorPlan(dict.fromkeys(places))
             self.short.plan, self._graph = self.plan, None
 
     def observe(self, record: Record, task: Task) -> None:
-        """Take in a step."""
-        self.short.observe(record, task.id, said(task.goal))
-        if at := self.short.body.at:
-            self.visited.add(at)
+        """Update short-term memory with a step."""
+        self.short.observe(record, task.id, goal_words(task.goal))
 
     def finish(self, task: Task, success: bool) -> None:
-        """Note that a task is over."""
-        self.asked.append(said(task.goal))
+        """Record the outcome of a task for the next one."""
+        self.finished += 1
         self.before = f"The task before was: {one_line(task.goal)} ({'done' if success else 'not done'})"
 
     def units(self, goal: str) -> list[Unit]:
-        """Return the units that serve an instruction, the nearest first."""
-        if not self.settings.short or not self._open(goal):
-            return []
-        return nearest(goal, self.short.held(), self.settings.k, self.tools.embed)
-
-    def _open(self, goal: str) -> bool:
-        """Tell whether short-term memory is shown at all: an earlier instruction was about a thing of this one."""
-        if self.settings.gate == "always":
-            return True
-        things = {unit.type for unit in self.short.held()} & said(goal)
-        return any(things & earlier for earlier in self.asked)
+        """Return the k units nearest to an instruction, nearest first."""
+        return nearest(goal, self.short.held(), self.settings.k, self.tools.embed) if self.settings.short else []
 
     def entries(self, units: Sequence[Unit]) -> tuple[MemoryEntry, ...]:
-        """Make the entries of both memories, and of the task before."""
+        """Return the entries of both memories and of the task before."""
         made = [self._entry(LONG, f"{self.world}/long", self.graph.text)] if self.settings.long else []
         made += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u) for u in units]
-        made += [self._entry(BEFORE, f"{self.world}/{len(self.asked)}", self.before)]
+        made += [self._entry(BEFORE, f"{self.world}/{self.finished}", self.before)]
         return tuple(entry for entry in made if entry.text)
 
     def _entry(self, source: str, id: str, text: str, unit: Unit | None = None) -> MemoryEntry:
-        """Make an entry; of a unit with the command that fetches its object, which is what teachers read."""
-        if unit is None:
-            return MemoryEntry(f"{source}/{id}", text, Provenance("", self.scene, "", "", True, source=source))
-        fetched = (fetching(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
-        origin = Provenance(unit.written[0], self.scene, "", "", True, fetched, source)
-        return MemoryEntry(f"{source}/{id}", text, origin)
+        """Create an entry. A unit's entry has the command that fetches its object, which teachers read."""
+        task_id, actions = "", tuple[str, ...]()
+        if unit is not None:
+            task_id, _ = unit.written
+            actions = (fetching(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
+        return MemoryEntry(f"{source}/{id}", text, Provenance(task_id, self.scene, "", "", True, actions, source))
 
 
 def object_of(id: str) -> str:
-    """Return the object that the id of an entry of short-term memory is of; "" for another entry."""
+    """Return the object of a short-term entry's id; "" for other entries."""
     return id.rpartition("/")[2].partition("@")[0] if id.startswith(f"{SHORT}/") else ""
 
 
 @dataclass
 class KarmaLife:
-    """An agent's time in one living world (`memory.protocol.ObjectLife`)."""
+    """KARMA's memory in one living world (`memory.protocol.ObjectLife`)."""
 
     home: Home
 
@@ -130,8 +115,8 @@ class KarmaLife:
     def unit_of(self, entry_id: str) -> str:
         return object_of(entry_id)
 
-    def session(self, query: Query) -> Attempt:
-        return Attempt(self.home, query.task)
+    def session(self, query: Query) -> LivingSession:
+        return LivingSession(self.home, query.task)
 
     def end(self, trace: Trace) -> None:
         self.home.finish(trace.task, trace.success)
@@ -140,20 +125,18 @@ class KarmaLife:
             short = self.home.short
             used = [unit for unit in short.held() if unit.source == "used" and unit.written[0] == trace.task.id]
 
-            def chat(told: str, text: str) -> str | None:
-                seen = [part(text), *map(part, trace.views)] if part and trace.views else text
-                return ask(
-                    [{"role": "system", "content": told}, {"role": "user", "content": seen}], "states", STATES_TOKENS
-                )
+            def chat(system: str, text: str) -> str | None:
+                user = [part(text), *map(part, trace.views)] if part and trace.views else text
+                messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+                return ask(messages, "states", STATES_TOKENS)
 
-            for id, states in asked_states(used, trace.records, chat).items():
+            for id, states in ask_states(used, trace.records, chat).items():
                 short.restate(id, states)
 
 
 @dataclass
-class Attempt:
-    """One task in a world. The units that were recalled as it began count as used; what is recalled later is looked
-    at."""
+class LivingSession:
+    """One task in a living world. Only the first recall counts as a use of its units."""
 
     home: Home
     task: Task
@@ -173,27 +156,27 @@ class Attempt:
 
 
 @dataclass
-class Visit:
-    """One task in a scene that starts afresh: what was recalled as it began, until a step tells more. What it sees is
-    its own: a commit tells it to others."""
+class EpisodeSession:
+    """One task in a world that is reset before it. The first step copies the memory, so that other sessions never see
+    this one's observations."""
 
     home: Home
     task: Task
     first: Recall
-    _own: Attempt | None = None
+    _own: LivingSession | None = None
 
     def recall(self, observation: str) -> Recall:
         return self.first if self._own is None else self._own.recall(observation)
 
     def observe(self, record: Record) -> None:
         if self._own is None:
-            self._own = Attempt(copy.deepcopy(self.home), self.task)
+            self._own = LivingSession(copy.deepcopy(self.home), self.task)
             self._own.home.enter(record.observation)
         self._own.observe(record)
 
 
-class Karma:
-    """A `MemorySystem`. What it knows of scenes is folded from the first rows of its journal."""
+class Karma(JournalMemory):
+    """KARMA as a `MemorySystem`, folded from the rows of its journal."""
 
     name: ClassVar[str] = NAME
 
@@ -204,44 +187,26 @@ class Karma:
         until: int | None = None,
         tools: Tools | None = None,
     ) -> None:
-        self.path, self.settings, self._tools = Path(path), settings or KarmaSettings(), tools or Tools()
-        self._journal = Journal(self.path, until)
+        super().__init__(path, until)
+        self.settings, self._tools = settings or KarmaSettings(), tools or Tools()
         self._scenes, self._folded = dict[str, tuple[Home, list[Trace]]](), 0
-
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
-        return self._journal.append([Row(tuple(attempts), {}) for attempts in episodes])
-
-    def take_over(self, other: Karma) -> Written:
-        return self._journal.append(list(other._journal))
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         homes = [(query.task, self._home(query.task)) for query in queries]
         return [Recall(home.entries(home.units(task.goal)), made=True) for task, home in homes]
 
-    def session(self, query: Query, first: Recall) -> Visit:
-        return Visit(self._home(query.task), query.task, first)
+    def session(self, query: Query, first: Recall) -> EpisodeSession:
+        return EpisodeSession(self._home(query.task), query.task, first)
 
     def life(self, world: TaskSequence) -> KarmaLife:
-        """Begin to live in a world: short-term memory is empty, and of what lasts all that was learned is there."""
-        home = Home(world.id, world.scene, self.settings, self._tools, world.plan)
-        if world.scene in (known := self._known()):
-            home.visited |= known[world.scene][0].visited & world.plan.things.keys()
-        return KarmaLife(home)
-
-    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
-        return None
-
-    def snapshot(self) -> int:
-        return len(self._journal)
+        """Open a living world with its floor plan and an empty short-term memory."""
+        return KarmaLife(Home(world.id, world.scene, self.settings, self._tools, world.plan))
 
     def at(self, version: int) -> Karma:
         return Karma(self.path, self.settings, version, self._tools)
 
-    def origins(self) -> Counter[tuple[str, str]]:
-        return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts[:1])
-
     def _known(self) -> dict[str, tuple[Home, list[Trace]]]:
-        """Fold in what was committed since; return what is known, with its traces, by scene."""
+        """Fold new rows; return each scene's memory and the traces behind it."""
         for row in self._journal.since(self._folded):
             for trace in row.attempts:
                 home, traces = self._scenes.setdefault(trace.task.scene, (self._empty(trace.task), []))
@@ -251,7 +216,7 @@ class Karma:
         return self._scenes
 
     def _home(self, task: Task) -> Home:
-        """Return what is known of a task's scene, but for what its own episodes left."""
+        """Return the memory of a task's scene without the task's own episodes."""
         home, traces = self._known().get(task.scene, (None, []))
         if home is not None and all(trace.task.id != task.id for trace in traces):
             return home
@@ -281,15 +246,9 @@ class Karma:
         for _, (home, _) in sorted(self._known().items()):
             yield from home.entries(home.short.held() if self.settings.short else [])
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, id: str) -> MemoryEntry:
-        return {entry.id: entry for entry in self}[id]
-
 
 def _learn(home: Home, trace: Trace) -> None:
-    """Take in an episode that started afresh: what was recalled in it served, and what it saw is known now."""
+    """Fold an episode of a world that is reset before every task."""
     home.enter(trace.first)
     for id in dict.fromkeys(filter(None, map(object_of, trace.shown))):
         if id in home.short.units:
@@ -299,8 +258,7 @@ def _learn(home: Home, trace: Trace) -> None:
         home.observe(record, trace.task)
         if (done := deed(record.feedback)) and done.verb == "take":
             origins.setdefault(done.thing, done.place)
-    home.short.start_afresh(origins)
-    home.asked.append(said(trace.task.goal))
+    home.short.reset_world(origins)
 
 
 def _open(path: Path, settings: KarmaSettings, tools: Tools) -> Karma:

@@ -1,7 +1,6 @@
-"""Short-term memory: one unit for each object that was used, or seen where the instruction names it (KARMA, 3.4).
+"""Short-term memory: one unit per object that the agent used, or saw and the instruction names (KARMA, section 3.4).
 
-What an object's place and state are follows from what the agent did and what the world answered, never from the
-simulator's own state. A unit claims of its object only what was seen to happen to it.
+Places and states follow from the agent's actions and the environment's feedback, never from the simulator's state.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from memory.words import words
 HAND = "hand"
 STATES = {"heat": "heated", "cool": "cooled", "clean": "cleaned", "slice": "sliced", "on": "on", "off": "off"}
 EXCLUDE = {"heated": "cooled", "cooled": "heated", "on": "off", "off": "on"}
-NAMED = frozenset(  # the paper's words for states (Appendix E), and one for what ALFWorld does besides
+NAMED = frozenset(  # the paper's states (Appendix E) and ALFWorld's "cooled"
     ["heated", "cooked", "sliced", "cleaned", "dirty", "filled", "used up", "off", "on", "opened", "closed", "cooled"]
 )
 Moment = tuple[str, int]  # task, step
@@ -28,13 +27,13 @@ Moment = tuple[str, int]  # task, step
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is known of an object. `id` is its name and cache key; `version`, the number of the write."""
+    """Place and states of an object. `id` is its name and cache key, `version` the number of its last write."""
 
-    id: str  # "apple 1"
+    id: str  # such as "apple 1"
     place: str  # a receptacle's name, or the hand
     states: tuple[str, ...] = ()
     position: Position | None = None
-    source: str = "used"  # or seen
+    source: str = "used"  # or "seen"
     written: Moment = ("", 0)
     version: int = 0
 
@@ -44,7 +43,7 @@ class Unit:
 
     @property
     def text(self) -> str:
-        """Say where it is and in which state, as the prompt of Appendix A does."""
+        """Write place and states in the format of Appendix A."""
         where = [f"in {self.place}"] if self.place else []
         return "; ".join(f"{self.id} is {fact}" for fact in (*where, *self.states))
 
@@ -53,7 +52,7 @@ _FACT = re.compile(r"([a-z]+ \d+) is (?:in ([a-z]+ \d+|hand)|([a-z ]+))")
 
 
 def read_unit(text: str) -> Unit | None:
-    """Read a unit's text back; None for other text."""
+    """Parse `Unit.text`; None for other text."""
     facts = [_FACT.fullmatch(part) for part in text.split("; ")]
     if not all(facts) or len({fact[1] for fact in facts if fact}) != 1:
         return None
@@ -61,40 +60,39 @@ def read_unit(text: str) -> Unit | None:
     return Unit(found[0][1], found[0][2] or "", tuple(fact[3] for fact in found if fact[3]))
 
 
-def said(goal: str) -> frozenset[str]:
-    """Return the words of an instruction, by which it names kinds of things."""
+def goal_words(goal: str) -> frozenset[str]:
+    """Return the words of an instruction without digits."""
     return frozenset(letters(goal))
 
 
 def letters(text: str) -> list[str]:
-    """List the words of a text without digits."""
+    """Split a text into words without digits."""
     return re.findall(r"[^\d ]+", " ".join(words(text)))
 
 
 @dataclass
 class ShortTerm:
-    """The units that are held, and what writes them."""
+    """The cached units and the rules that write them."""
 
     settings: KarmaSettings
     plan: FloorPlan = field(default_factory=FloorPlan)
     units: Cache[Unit] = field(init=False)
     body: Body = field(default_factory=Body)
     _writes: int = 0
-    _in_view: dict[str, str] = field(default_factory=dict)  # where things are that were told of since the last walk
+    _in_view: dict[str, str] = field(default_factory=dict)  # places of the objects listed since the agent arrived here
 
     def __post_init__(self) -> None:
         self.units = make_cache(self.settings)
 
     def held(self) -> list[Unit]:
-        """List the units, of each object the latest."""
-        ordered = sorted((unit for _, unit in self.units.items()), key=lambda unit: unit.version)
-        return list({unit.id: unit for unit in ordered}.values())
+        """List the cached units, oldest write first."""
+        return sorted((unit for _, unit in self.units.items()), key=lambda unit: unit.version)
 
     def get(self, id: str) -> Unit | None:
         return next((unit for unit in self.held() if unit.id == id), None)
 
     def observe(self, record: Record, task: str, named: frozenset[str]) -> None:
-        """Take in a step. `named`: the words of the instruction."""
+        """Update units with a step. `named`: the words of the instruction."""
         if record.refused:
             return
         body, self.body = self.body, self.body.after(record.action, record.feedback)
@@ -108,17 +106,8 @@ class ShortTerm:
             if self.settings.feedback:
                 self._contradict(place, things)
             for thing in things:
-                if self._notes(thing, named):
+                if self.settings.write == "all_seen" or (self.settings.write == "used+ooi" and kind(thing) in named):
                     self._seen(thing, place, moment)
-
-    def _notes(self, thing: str, named: frozenset[str]) -> bool:
-        """Tell whether seeing a thing is enough to write it."""
-        match self.settings.write:
-            case "all_seen":
-                return True
-            case "used+ooi":
-                return kind(thing) in named
-        return False
 
     def _used(self, done: Deed, moment: Moment) -> None:
         known = self.get(done.thing)
@@ -131,18 +120,17 @@ class ShortTerm:
 
     def _seen(self, thing: str, place: str, moment: Moment) -> None:
         known = self.get(thing)
-        source = known.source if known and known.place == place else "seen"  # it was used, and is seen to be there
+        source = known.source if known and known.place == place else "seen"
         states = known.states if known else ()
         self._write(Unit(thing, place, states, source=source, written=moment))
 
     def restate(self, id: str, states: Sequence[str]) -> None:
-        """Replace what is known of an object's states."""
+        """Replace the states of an object."""
         if unit := self.get(id):
             self.units.revise(id, replace(unit, states=tuple(states)))
 
-    def start_afresh(self, origins: Mapping[str, str]) -> None:
-        """Take it that the world begins anew: nobody holds anything, what was moved is back where it was found, and
-        nothing is known of states."""
+    def reset_world(self, origins: Mapping[str, str]) -> None:
+        """Follow a reset of the world: moved objects return to their `origins` and states are cleared."""
         self.body, self._in_view = Body(), {}
         for unit in self.held():
             place = origins.get(unit.id, unit.place)
@@ -154,7 +142,7 @@ class ShortTerm:
         self.units.write(unit.id, made)
 
     def _contradict(self, place: str, things: Sequence[str]) -> None:
-        """Forget units of things that are not where they were said to be."""
+        """Drop units of objects that are missing from a place in view."""
         for unit in self.held():
             if unit.place == place and unit.id not in things:
                 self.units.drop(unit.id)
@@ -172,11 +160,10 @@ Write one line for each object and nothing else, in the form `object: state, sta
 may ask for."""
 
 
-def asked_states(
+def ask_states(
     units: Sequence[Unit], records: Sequence[Record], ask: Callable[[str, str], str | None]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Have a model say in which states objects are (Fig. 10): from what was done, and the views that whoever `ask`s
-    shows it beside; of words that are no state nothing is kept."""
+    """Ask a model for the states of objects after these steps (Fig. 10); unknown state words are ignored."""
     if not units:
         return {}
     steps = [f"{' '.join(r.action.split())} -> {' '.join(r.feedback.split())}" for r in records]
@@ -185,7 +172,7 @@ def asked_states(
 
 
 def read_states(answer: str, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Read lines `object: state, state`; what is no object or no state is left out."""
+    """Parse lines of the form `object: state, state`; skip unknown objects and states."""
     found = dict[str, tuple[str, ...]]()
     for line in answer.splitlines():
         name, colon, states = line.strip(" -*`").partition(":")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolderError
-from eval import evaluate, players
+from eval import evaluate, model_cache
 from eval.evaluate import run_eval
 from memcompiler.cli import app
 from runtime.errors import StopReason
@@ -145,8 +145,8 @@ def test_the_result_says_what_it_depends_on(tmp_path):
 @pytest.mark.seconds
 def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeypatch):
     loads = []
-    load = players.load_executor
-    monkeypatch.setattr(players, "load_executor", lambda *given: loads.append(given) or load(*given))
+    load = model_cache.load_executor
+    monkeypatch.setattr(model_cache, "load_executor", lambda *given: loads.append(given) or load(*given))
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     results = run_eval(asked, out)
     assert len(loads) == 1 and number(out) == 4 * 2 * 3 and len(list((tmp_path / "experience").iterdir())) == 2

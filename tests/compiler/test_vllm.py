@@ -449,7 +449,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
     ours = vllm_engines.served(vllm_engines.trained(), tmp_path / "a")
     left = ours.llm.enqueue([request_of(ours.encoder, ours.encode(tiny_models.request(0)))], use_tqdm=False)
-    with pytest.raises(RuntimeError, match="start it anew"):
+    with pytest.raises(RuntimeError, match="restart it"):
         ours.compile([tiny_models.request(1)])
     ours.llm.llm_engine.abort_request(left, internal=True)
     assert ours.compile([tiny_models.request(1)])

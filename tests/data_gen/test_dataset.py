@@ -210,7 +210,7 @@ def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: P
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:
-    from training.run import train_sft
+    from training.sft import train_sft
 
     shard(tmp_path / "1", "household", "a")
     (shard(tmp_path / "2", "household", "b").parent / "manifest.json").unlink()

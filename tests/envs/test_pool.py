@@ -134,7 +134,7 @@ def test_what_the_environment_raises_leaves_the_worker_alive() -> None:
             "timeout",
             r"timed out after 0.5 s in step.*PoolLimits.step_s",
         ),
-        ("exit 3", QUICK, "died", r"(?s)died \(exit 3\) in step; its last words:.*something terrible happened"),
+        ("exit 3", QUICK, "died", r"(?s)died \(exit 3\) in step; its last output:.*something terrible happened"),
         ("stop", PoolLimits(beat_s=0.05, silence_s=1), "silent", r"no sign of life for 1 s in step"),
         ("garbage", QUICK, "garbled", r"sent garbage .*Unit"),
         ("nonsense", QUICK, "garbled", r"not as agreed"),

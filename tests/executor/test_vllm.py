@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
 def test_an_engine_that_failed_amid_a_batch_is_refused() -> None:
     ours, _ = pair()
     left = ours.llm.enqueue([ours._request(ours.encode(request(0))).request], use_tqdm=False)
-    with pytest.raises(RuntimeError, match="start it anew"):
+    with pytest.raises(RuntimeError, match="restart it"):
         ours.act([request(1)])
     ours.llm.llm_engine.abort_request(left, internal=True)
     assert ours.act([request(1)])

@@ -15,7 +15,7 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EndpointConfig
 from lm.answers import Fault, read_answer
-from lm.endpoint import Endpoint, EndpointFailure, Pace, user_message
+from lm.endpoint import Endpoint, EndpointFailure, RateLimiter, user_message
 from lm.ledger import Answer, EndpointStop, Ledger
 from tests.faulty_server import MODEL, FaultyServer
 
@@ -141,13 +141,13 @@ def test_requests_in_flight_are_bounded():
 def test_pace():
     """120 requests a minute: one each half second. 600 tokens a minute: 50 of them take five seconds."""
     now = [0.0]
-    pace = Pace(120, None, lambda: now[0])
+    pace = RateLimiter(120, None, lambda: now[0])
     assert [pace.delay(9) for _ in range(3)] == [0, 0.5, 1.0]
     now[0] = 10.0
     assert pace.delay(9) == 0
     pace.hold(4)
     assert pace.delay(9) == 4
-    pace = Pace(120, 600, lambda: now[0])
+    pace = RateLimiter(120, 600, lambda: now[0])
     assert pace.delay(50) == 0 and pace.delay(1) == 5
     pace.correct(10)  # the first had ten more
     assert pace.delay(1) == pytest.approx(6.5)
@@ -259,20 +259,6 @@ def test_a_refused_parameter_names_its_setting(monkeypatch):
     assert "(see api.length_key, api.temperature)" in str(refused)
 
 
-def test_cached_answers_of_earlier_versions_are_read_as_new_ones(tmp_path):
-    with FaultyServer(answer=lambda messages: "fine") as server:
-        ask(Endpoint(server.config(), tmp_path / "a.sqlite"), "one", "two", "three")
-        with sqlite3.connect(tmp_path / "a.sqlite") as db:
-            old = ["<think>\nhm\n</think>\n\ngo", "<think>\nnever ends", ""]
-            keys = [key for [key] in db.execute("SELECT request FROM answers")]
-            db.executemany("UPDATE answers SET text = ? WHERE request = ?", zip(old, keys, strict=True))
-        endpoint = Endpoint(server.config(), tmp_path / "a.sqlite")
-        assert sorted(answer.text for answer in ask(endpoint, "one", "two", "three")) == ["fine", "fine", "go"]
-        assert server.requests == 5 and (endpoint.account()["answers"], endpoint.account()["from_cache"]) == (5, 1)
-        ask(Endpoint(server.config(), tmp_path / "a.sqlite"), "one", "two", "three")
-        assert server.requests == 5
-
-
 @pytest.mark.parametrize("half", ["\ud800", "\udfff"])
 def test_half_a_surrogate_pair_in_a_request_is_replaced(half):
     with FaultyServer() as server:
@@ -289,7 +275,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line_before_anything_is_asked(monkey
     monkeypatch.setitem(sys.modules, "socksio", None)  # as where httpx came without its extra
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(
-        EndpointStop, match=r"cannot ask http://x\.invalid/v1 \(through the proxy of ALL_PROXY\)"
+        EndpointStop, match=r"cannot connect to http://x\.invalid/v1 \(through the proxy of ALL_PROXY\)"
     ) as stop:
         Endpoint(EndpointConfig(base_url="http://x.invalid/v1", model=MODEL, key_env=None))
     assert "\n" not in str(stop.value) and "secret" not in str(stop.value)

@@ -121,7 +121,7 @@ def test_a_revision_reaches_config_weights_and_processor(monkeypatch):
 
 
 def test_a_folder_has_no_revisions():
-    with pytest.raises(ValueError, match="is a folder: a revision is of a model on the hub"):
+    with pytest.raises(ValueError, match="is a folder: a revision needs a model on the Hub"):
         backbone_of(CompilerConfig(**TINY, revision="abc123"))
 
 
@@ -145,9 +145,9 @@ def test_arguments_reach_the_chat_template():
 
 
 def test_arguments_that_a_template_does_not_ask_for_are_refused():
-    with pytest.raises(ValueError, match="does not ask for enable_thinking"):
+    with pytest.raises(ValueError, match="does not use enable_thinking"):
         load_encoder("zoo/household/compiler", arguments={"enable_thinking": False})
-    with pytest.raises(ValueError, match="does not ask for enable_thinking"):
+    with pytest.raises(ValueError, match="does not use enable_thinking"):
         backbone_of(ExecutorConfig(**TINY, chat_template={"enable_thinking": False}))
 
 

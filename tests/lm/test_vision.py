@@ -240,9 +240,9 @@ def test_rows_with_and_without_pictures_in_m_are_aligned_each_with_its_own() -> 
 def test_a_prompt_whose_picture_was_lost_is_refused() -> None:
     model = executor()
     lost = replace(model.encode(request(0)), pictures=())
-    with pytest.raises(ValueError, match="picture do not go together"):
+    with pytest.raises(ValueError, match="image tokens do not match its pictures"):
         model.candidate_logprobs([lost], [COMMANDS])
-    with pytest.raises(ValueError, match="picture do not go together"):
+    with pytest.raises(ValueError, match="image tokens do not match its pictures"):
         model.action_nll([lost], lost.soft[None], [model.action_ids("look")])  # type: ignore[index]
 
 

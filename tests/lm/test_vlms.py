@@ -24,7 +24,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone, load_backbone
 from lm.prompt import Part, Picture, Prompt, PromptEncoder, merge, messages
 from lm.replies import answer_text
-from lm.vision import check_sees, joined, vision_parts
+from lm.vision import check_vision_model, concatenate_pictures, vision_parts
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
 from training.sft_data import encode_row
@@ -85,7 +85,7 @@ def own_logprobs(model: Backbone, prompt: Prompt, inputs: dict[str, torch.Tensor
     assert tuple(inputs["input_ids"][0].tolist()) == prompt.ids
     more = {"input_ids": torch.tensor([answer]), "attention_mask": torch.ones(1, len(answer), dtype=torch.long)}
     more["token_type_ids"] = torch.zeros(1, len(answer), dtype=torch.long)
-    takes = {name: value for name, value in inputs.items() if name != "token_type_ids" or model._told_types}
+    takes = {name: value for name, value in inputs.items() if name != "token_type_ids" or model._token_type_arguments}
     whole = {name: torch.cat([value, more[name]], 1) if name in more else value for name, value in takes.items()}
     with tiny_models.soft_by_hook(model.model, model.memory_id, prompt):
         logits = model.model(**whole).logits
@@ -116,7 +116,7 @@ def test_pictures_one_by_one_are_what_the_processor_makes_of_them_together(famil
     assert prompt.ids == tuple(inputs["input_ids"][0].tolist())
     assert prompt.ids.count(encoder.image_id) == sum(picture.tokens for picture in prompt.pictures)
     seen = encoder.body.get_image_features
-    mine = seen(**joined(prompt.pictures, torch.device("cpu"))).pooler_output
+    mine = seen(**concatenate_pictures(prompt.pictures, torch.device("cpu"))).pooler_output
     theirs = seen(**{name: value for name, value in inputs.items() if "pixel" in name}).pooler_output
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -314,14 +314,14 @@ def test_it_loads_from_an_ordinary_folder(family: str, tmp_path: Any) -> None:
 
 def test_models_that_do_not_put_pictures_into_the_places_of_tokens_are_refused_by_name(tmp_path: Any) -> None:
     for name, why in {
-        "MllamaForConditionalGeneration": "does not read pictures in the places of tokens",
-        "IdeficsForVisionText2Text": "does not read pictures in the places of tokens",
+        "MllamaForConditionalGeneration": "does not replace image tokens",
+        "IdeficsForVisionText2Text": "does not replace image tokens",
         "Blip2ForConditionalGeneration": "is not a decoder that takes positions",
         "Florence2ForConditionalGeneration": "is not a decoder that takes positions",
-        "Ernie4_5_VLMoeForConditionalGeneration": "asks for moe_mm_token_type_ids",
+        "Ernie4_5_VLMoeForConditionalGeneration": "needs moe_mm_token_type_ids",
     }.items():
         with pytest.raises(ValueError, match=f"{name} cannot be .* {why}"):
-            check_sees(getattr(transformers, name))
+            check_vision_model(getattr(transformers, name))
     transformers.MllamaConfig().save_pretrained(tmp_path)  # before weights are looked for: there are none
     with pytest.raises(ValueError, match="MllamaForConditionalGeneration cannot be"):
         load_backbone(tmp_path, torch.float32, "cpu")
@@ -329,7 +329,7 @@ def test_models_that_do_not_put_pictures_into_the_places_of_tokens_are_refused_b
 
 def test_a_processor_of_another_model_is_refused() -> None:
     model, _ = tiny_vlms.llava()
-    with pytest.raises(ValueError, match="LlavaForConditionalGeneration has pictures in the places of token"):
+    with pytest.raises(ValueError, match="LlavaForConditionalGeneration uses image token"):
         Backbone(model, tiny_vlms.idefics3()[1])
 
 
@@ -351,7 +351,7 @@ def test_a_chat_template_that_leaves_something_out_is_refused() -> None:
     processor.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content[0].text }}{% endfor %}"
     encoder = PromptEncoder(processor)
     assert encoder.encode([Part("look")]).ids == encoder.ids("look")
-    with pytest.raises(ValueError, match="leaves out"):
+    with pytest.raises(ValueError, match="drops part of its input"):
         encoder.encode([Part("look")], "Act.")
 
 
@@ -361,8 +361,8 @@ def test_pictures_of_unequal_sizes_are_filled_up_where_the_model_is_told_of_it()
 
     alone, cpu = [picture(4), picture(6)], torch.device("cpu")
     with pytest.raises(ValueError, match="different sizes in one batch"):
-        joined(alone, cpu)
-    told = joined([picture(size, image_sizes=torch.tensor([[size, 2]])) for size in (4, 6)], cpu)
+        concatenate_pictures(alone, cpu)
+    told = concatenate_pictures([picture(size, image_sizes=torch.tensor([[size, 2]])) for size in (4, 6)], cpu)
     assert told["image_sizes"].tolist() == [[4, 2], [6, 2]] and told["pixel_values"].shape == (2, 3, 6, 2)
     assert told["pixel_values"].sum((1, 2, 3)).tolist() == [24, 36]
 

@@ -30,8 +30,8 @@ TWO = (("go to shelf 1", ARRIVED), ("take mug 1 from shelf 1", TAKEN))
 
 def learned(*traces: Trace) -> TrajectoryGraph:
     graph = TrajectoryGraph()
-    for episode, each in enumerate(traces):
-        graph.learn(each, topic_of(each.task, each.first), episode)
+    for each in traces:
+        graph.learn(each, topic_of(each.task, each.first))
     return graph
 
 
@@ -63,9 +63,8 @@ def test_similarity_and_patterns_of_the_room() -> None:
         trace(*TWO, ("heat mug 1 with microwave 1", "You heat the mug 1 using the microwave 1."), task="t4"),
     )
     long = "heat: go to shelf 1; take mug 1 from shelf 1; heat mug 1 with microwave 1"
-    assert graph.patterns(mug, 2, 12) == [long, "heat: go to shelf 1; take mug 1 from shelf 1"]
-    assert graph.patterns(mug, 1, 1) == ["heat: go to shelf 1"]
-    assert graph.patterns(Topic("FloorPlan9", HEAT, frozenset({"mug"})), 2, 12) == []  # other rooms' feed the hints
+    assert graph.patterns(mug) == [long, "heat: go to shelf 1; take mug 1 from shelf 1"]
+    assert graph.patterns(Topic("FloorPlan9", HEAT, frozenset({"mug"}))) == []  # other rooms' feed the hints
     assert graph.hints(mug) == ["mug: take mug 1 from shelf 1; heat mug 1 with microwave 1"]
 
 

@@ -26,18 +26,21 @@ def trace(rng: random.Random, room: str) -> Trace:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_patterns_and_hints(seed: int) -> None:
-    rng, graph = random.Random(seed), TrajectoryGraph()
-    for episode in range(60):
-        graph.learn(trace(rng, (about := topic(rng)).room), about, episode)
+def test_patterns_and_hints(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, graph, succeeded = random.Random(seed), TrajectoryGraph(), list[bool]()
+    for _ in range(60):
+        graph.learn(played := trace(rng, (about := topic(rng)).room), about)
+        succeeded.append(played.success)
+    monkeypatch.setattr("memory.brainmem.episodic.PATTERN_ACTIONS", 2)
     for own in ("", "t1", "t2"):
         asked = topic(rng)
         ranked = sorted(enumerate(graph.trajectories), key=lambda p: (-similarity(p[1].topic, asked), -p[0]))
-        won = [t for _, t in ranked if t.success and t.task_id != own and t.topic.room == asked.room]
+        won = [t for n, t in ranked if succeeded[n] and t.task_id != own and t.topic.room == asked.room]
         won = [t for t in won if similarity(t.topic, asked) >= RECALLED]
         texts = dict.fromkeys(f"{t.topic.task_type}: {'; '.join(t.done[:2])}" for t in won)
         for most in (1, 3, 100):
-            assert graph.patterns(asked, most, 2, own) == list(texts)[:most]
+            monkeypatch.setattr("memory.brainmem.episodic.PATTERNS", most)
+            assert graph.patterns(asked, own) == list(texts)[:most]
         order, lines = [action for t in graph.trajectories for action in t.done], list[str]()
         for thing in sorted(asked.objects):
             counts = Counter[str]()
@@ -90,6 +93,6 @@ def test_experiences(seed: int) -> None:
 def test_a_relation_counts_without_the_episodes_of_a_task() -> None:
     relation = Relation()
     for episode, (task, found) in enumerate([("a", True), ("b", True), ("b", False), ("a", True), ("c", False)]):
-        relation.looked(task, episode, found)
+        relation.count_visit(task, episode, found)
     assert [relation.counts(own) for own in ("", "a", "b", "c")] == [(3, 5, 3), (1, 3, 1), (2, 3, 3), (3, 4, 3)]
     assert Relation().counts("") == (0, 0, -1)

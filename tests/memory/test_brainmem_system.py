@@ -105,7 +105,6 @@ def test_an_empty_memory_says_its_fixed_advice_alone(tmp_path: Path) -> None:
         ({"episodic": {"spatial": False}}, {"Spatial Reasoning Guidance"}),
         ({"semantic": {"k": 0}}, {"Relevant Experiences"}),
         ({"semantic": {"guidelines": 0}}, {"Valuable Guidelines"}),
-        ({"episodic": {"patterns": 0}}, {"Room Successful Patterns"}),
     ],
 )
 def test_each_switch_changes_its_own_sections_and_no_other_byte(switch: dict, gone: set[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from envs.base import Task
 from envs.household.telling import Body, kind, moved, objects, room, summary, views
 from memory.brainmem.settings import Working
-from memory.brainmem.working import WorkStep, rate, rendered, warnings
+from memory.brainmem.working import WorkStep, render_section, success_rate, warnings
 
 
 def step(t: int, action: str, ok: bool = True, holds: str = "", held: str = "", changed: bool = True) -> WorkStep:
@@ -17,15 +17,19 @@ def step(t: int, action: str, ok: bool = True, holds: str = "", held: str = "", 
 def test_the_window_and_its_success_rate() -> None:
     steps = [step(t, f"go to shelf {t}", ok=outcome == "S") for t, outcome in enumerate("FSFSSSS")]
     window = steps[-5:]
-    assert rate(window) == "80.0%" and rate(steps[:4][-4:]) == "50.0%" and rate(steps[3:]) == "100.0%"
-    assert rate([step(0, "a", ok=False), *(step(t, "b") for t in (1, 2, 3))]) == "75.0%"
-    text = rendered(window, taken=7, settings=Working())
+    assert (
+        success_rate(window) == "80.0%"
+        and success_rate(steps[:4][-4:]) == "50.0%"
+        and success_rate(steps[3:]) == "100.0%"
+    )
+    assert success_rate([step(0, "a", ok=False), *(step(t, "b") for t in (1, 2, 3))]) == "75.0%"
+    text = render_section(window, taken=7, settings=Working())
     assert [line for line in text.split("\n") if line.startswith("Step ")] == [
         f"Step {t + 1}: Action: go to shelf {t} ({'Failure' if t == 2 else 'Success'})" for t in range(2, 7)
     ]
     assert "view 1" not in text and "shelf 1" not in text and "success rate 80.0%, actions 7" in text
     assert "Recently Visited Locations: shelf 2, shelf 3, shelf 4, shelf 5, shelf 6" in text
-    assert rendered([], 0, Working()) == ""
+    assert render_section([], 0, Working()) == ""
 
 
 def test_each_switch_takes_its_own_lines_away_and_no_other() -> None:
@@ -33,17 +37,13 @@ def test_each_switch_takes_its_own_lines_away_and_no_other() -> None:
         step(0, "take mug 1 from shelf 1", holds="mug 1"),
         step(1, "take pen 1 from desk 1", False, "mug 1", "mug 1"),
     ]
-    whole = rendered(window, 2, Working()).split("\n")
-    gone = lambda **off: [line for line in whole if line not in rendered(window, 2, Working(**off)).split("\n")]
+    whole = render_section(window, 2, Working()).split("\n")
+    gone = lambda **off: [line for line in whole if line not in render_section(window, 2, Working(**off)).split("\n")]
     assert gone(success_state=False) == ["Performance: success rate 50.0%, actions 2"]
     assert gone(agent_state=False)[0] == "CURRENT ROBOT STATE: holding mug 1" and len(gone(agent_state=False)) == 3
     assert len(gone(consistency_check=False)) == 1 and "mug 1 was held" in gone(consistency_check=False)[0]
     assert gone(feedback=False) == [line for line in whole if line.startswith("Step ")]
-    assert "Success" not in rendered(window, 2, Working(feedback=False))
-    assert rendered(window, 2, Working(format="short")).split("\n")[1:3] == [
-        "Step 1: Action: take mug 1 from shelf 1 (Success), holding mug 1, at shelf 0",
-        "Step 2: Action: take pen 1 from desk 1 (Failure), holding mug 1, at shelf 1",
-    ]
+    assert "Success" not in render_section(window, 2, Working(feedback=False))
 
 
 @pytest.mark.parametrize(

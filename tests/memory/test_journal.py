@@ -78,10 +78,10 @@ def test_a_damaged_row_is_named_and_one_that_could_not_be_read_back_is_not_writt
     path = tmp_path / FILE
     whole = path.read_text()
     path.write_text(whole.replace('"goal": "look"', change, 1))
-    with pytest.raises(BankError, match=rf"{FILE}, row 1 is no episode"):
+    with pytest.raises(BankError, match=rf"{FILE}, row 1 is not an episode"):
         list(Journal(tmp_path))
     path.write_text(whole)
     unreadable = Record(0, "", 3, "")  # type: ignore[arg-type]
-    with pytest.raises(BankError, match="row 3 is no episode"):
+    with pytest.raises(BankError, match="row 3 is not an episode"):
         journal.append([Row((Trace(Task("t3", "look", "", "train", "put"), (unreadable,), True),), {})])
     assert list(Journal(tmp_path)) == [row(1), row(2)]

@@ -14,10 +14,10 @@ from compiler.records import CompileRequest
 from envs.base import Task
 from eval.qa.retrievers import open_retriever
 from memory.brainmem.agent import line
-from memory.brainmem.semantic import Experience, agreeing
+from memory.brainmem.semantic import Experience, agreeing_texts
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.recall import distances
-from memory.karma.units import said
+from memory.karma.units import goal_words
 from memory.retrieval import query_words
 from memory.s3mem.anchors import Vocabulary, matches_date, parse_question
 from memory.s3mem.rule_writer import write_units
@@ -53,7 +53,7 @@ def test_karma_finds_what_an_instruction_is_about(language) -> None:
     turns = [language.turns[at] for at in ANSWERS]
     for place, (question, _, _) in enumerate(language.asked):
         assert np.argmin(distances(question, turns)) == place
-    assert said(language.turns[0]) & said(f"{language.turns[0]} 2")
+    assert goal_words(language.turns[0]) & goal_words(f"{language.turns[0]} 2")
 
 
 @every_language
@@ -63,7 +63,7 @@ def test_brainmem_knows_who_says_the_same(language) -> None:
         for t, text in enumerate(language.turns)
     ]
     for text in language.turns:
-        assert agreeing(experiences, f"{text.rstrip('.。।؟?？')}!") == [text]
+        assert agreeing_texts(experiences, f"{text.rstrip('.。।؟?？')}!") == [text]
 
 
 @every_language

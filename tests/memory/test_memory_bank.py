@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lancedb.index import FTS
 
 from envs.base import Task
 from memory.bank import MemoryBank
+from memory.bank_table import CROWDED, BankError
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.protocol import MemorySystem
-from memory.retrieval import Retriever
-from memory.table import CROWDED, BankError
+from memory.retrieval import BankRanker
 from tests.memory.entries import entry
 
 TASK = Task("none", "put a hot mug in cabinet", "home 1", "test", "")
@@ -436,28 +435,15 @@ def test_reading_writes_nothing(bank: MemoryBank):
     assert {path: path.stat().st_mtime_ns for path in bank.path.rglob("*")} == files
 
 
-def test_a_bank_with_full_text_indexes_is_read_and_written_on(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
-    """Banks had them before retrieval ranked in memory."""
-    bank.write([entry(i) for i in range(6)])
-    bank._open().create_index("words", config=FTS(base_tokenizer="icu/split", remove_stop_words=False))
-    version, old = bank.snapshot(), MemoryBank(bank.path)
-    found = old.retrieve([TASK], 9)
-    monkeypatch.setattr("memory.table.CROWDED", 4)
-    for i in range(6, 12):
-        old.write(entry(i))
-    assert ids(old) == [f"e{i:05}" for i in range(12)] and not old._open().list_indices()
-    assert old.at(version).retrieve([TASK], 9) == found and len(old.retrieve([TASK], 99)[0]) == 12
-
-
 def test_recall_reads_what_was_added_since_the_last_one(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
-    read, add, own = [], Retriever.add, bank._retriever
+    read, add, own = [], BankRanker.add, bank._retriever
 
-    def adding(self: Retriever, rows: Any) -> None:
+    def adding(self: BankRanker, rows: Any) -> None:
         if self is own:
             read.append(rows.num_rows)
         add(self, rows)
 
-    monkeypatch.setattr(Retriever, "add", adding)
+    monkeypatch.setattr(BankRanker, "add", adding)
     for entries in ([entry(i) for i in range(50)], [entry(50)], [entry(51), entry(52)]):
         bank.write(entries)
         assert bank.retrieve([TASK], 99) == bank.retrieve([TASK], 99) == MemoryBank(bank.path).retrieve([TASK], 99)

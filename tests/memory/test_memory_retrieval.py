@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from envs.base import Task
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
-from memory.retrieval import Found, Retriever, SentenceEmbedder, merge, query_words, repeats_last
-from memory.trajectory import entry_from_trajectory
+from memory.retrieval import BankRanker, RankedEntry, SentenceEmbedder, merge_rankings, move_repeats_last, query_words
 from memory.words import terms
+from tests.memory.entries import entry_from_trajectory
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
 OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
@@ -31,7 +31,7 @@ def entry(scene: str, kind: str, thing: str, n: int = 0, success: bool = True, *
     ]
     task = Task(f"{scene}/{kind}/{thing}/{n}", goal, scene, kwargs.pop("split", "train"), kind)
     id = f"{scene}|{kind} {thing}|{n}|{'ok' if success else 'no'}"
-    return entry_from_trajectory(task, actions, [], success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
+    return entry_from_trajectory(task, actions, success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
 
 
 def ask(thing: str = "mug", scene: str = "home 17", id: str = "asked", kind: str = "hot") -> Task:
@@ -132,7 +132,7 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
         actions = [f"go to {place}", f"take {thing} 1 from {place}", "go to sinkbasin 1"]
         actions += [f"{kind} {thing} 1 with sinkbasin 1", f"go to {receptacle} 1", f"move {thing} 1 to {receptacle} 1"]
         task = Task(f"{scene}{thing}{kind}", f"{kind} some {thing} and put it in {receptacle}", scene, "train", "")
-        return entry_from_trajectory(task, actions, [], True, f"in {scene} the {thing} was in {place}")
+        return entry_from_trajectory(task, actions, True, f"in {scene} the {thing} was in {place}")
 
     kinds, receptacles = ("clean", "cool", "heat"), ("fridge", "shelf", "table", "cabinet")
     entries = [
@@ -148,7 +148,7 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
     task = Task("x", "clean some pot and put it in fridge", "home 17", "", "")
     assert bank.retrieve([task])[0][0].provenance.actions[1] == "take pot 1 from drawer 2"
     with pytest.MonkeyPatch.context() as patch:  # plain BM25 does not see it: the test tests something
-        patch.setattr(Retriever, "_by_words", lambda self, task: self._words(terms(" ".join(query_words(task)))))
+        patch.setattr(BankRanker, "_by_words", lambda self, task: self._words(terms(" ".join(query_words(task)))))
         assert bank.retrieve([task])[0][0].provenance.actions[1] == "take tomato 1 from fridge 1"
 
 
@@ -160,14 +160,14 @@ def test_other_scripts_are_split_into_words(tmp_path):
 
 
 def test_merging_and_repeats():
-    def f(i: int, goal: str = "", success: bool = True) -> Found:
-        return Found(i, str(i), goal or str(i), "s", "t", success)
+    def f(i: int, goal: str = "", success: bool = True) -> RankedEntry:
+        return RankedEntry(i, str(i), goal or str(i), "s", "t", success)
 
     here, elsewhere = [f(i) for i in range(4)], [f(10 + i) for i in range(4)]
-    assert [x.row for x in merge(here, elsewhere, 8)] == [0, 1, 10, 2, 11, 3, 12, 13]
-    assert [x.row for x in merge([], elsewhere, 2)] == [10, 11] and merge(here, [], 0) == []
+    assert [x.row for x in merge_rankings(here, elsewhere, 8)] == [0, 1, 10, 2, 11, 3, 12, 13]
+    assert [x.row for x in merge_rankings([], elsewhere, 2)] == [10, 11] and merge_rankings(here, [], 0) == []
     repeats = [f(0, "a", False), f(1, "b"), f(2, "a"), f(3, "a"), f(4, "c")]
-    assert [x.row for x in repeats_last(repeats)] == [1, 2, 4, 3, 0]
+    assert [x.row for x in move_repeats_last(repeats)] == [1, 2, 4, 3, 0]
 
 
 # -- exclusions -------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def expected(tmp_path_factory) -> list[list[str]]:
 def test_order_and_batches_of_writing_do_not_matter(
     tmp_path_factory, monkeypatch, expected, random, sizes, read_last, crowded
 ):
-    monkeypatch.setattr("memory.table.CROWDED", crowded)
+    monkeypatch.setattr("memory.bank_table.CROWDED", crowded)
     entries = random.sample(MANY, len(MANY))
     bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
     start = 0

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from envs.base import Task
-from memory.trajectory import entry_from_trajectory
+from memory.trajectory import png_bytes
+from tests.memory.entries import entry_from_trajectory
 
 TASK = Task("t1", "put a hot mug in cabinet", "home 17", "train", "heat")
 ACTIONS = ["go to shelf 1", "take mug 1 from shelf 1"]
 
 
 def text(success: bool, why: str = "", task: Task = TASK, actions=ACTIONS) -> str:
-    return entry_from_trajectory(task, actions, [], success, why).text
+    return entry_from_trajectory(task, actions, success, why).text
 
 
 def test_the_format():
@@ -41,31 +42,26 @@ def test_newlines_become_spaces():
 
 
 def test_the_id_depends_on_task_actions_and_success_only():
-    made = entry_from_trajectory(TASK, ACTIONS, ["seen"], True, "why")
-    assert (
-        made.id
-        == entry_from_trajectory(replace(TASK, split="other"), tuple(ACTIONS), [], True).id
-        == "26fcb616abb7619c"
-    )
+    made = entry_from_trajectory(TASK, ACTIONS, True, "why")
+    assert made.id == entry_from_trajectory(replace(TASK, split="other"), tuple(ACTIONS), True).id == "26fcb616abb7619c"
     others = [(TASK, ACTIONS[:1], True), (TASK, ACTIONS, False), (Task("t2", *[""] * 4), ACTIONS, True)]
     joined = (TASK, [" ; ".join(ACTIONS)], True)
-    ids = [entry_from_trajectory(t, a, [], s).id for t, a, s in (*others, joined)]
+    ids = [entry_from_trajectory(t, a, s).id for t, a, s in (*others, joined)]
     assert len({made.id, *ids}) == 5
-    assert entry_from_trajectory(TASK, ACTIONS, [], True, id="mine").id == "mine"
+    assert entry_from_trajectory(TASK, ACTIONS, True, id="mine").id == "mine"
 
 
 def test_provenance_split_and_pictures():
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 2), "red").save(buffer, format="PNG")
-    made = entry_from_trajectory(TASK, ACTIONS, [], True, images=[buffer.getvalue(), Image.new("RGB", (3, 2), "red")])
-    assert made.images == (buffer.getvalue(),) * 2
+    picture = png_bytes(Image.new("RGB", (3, 2), "red"))
+    made = entry_from_trajectory(TASK, ACTIONS, True, images=[picture, picture])
+    assert made.images == (picture, picture) and Image.open(io.BytesIO(picture)).size == (3, 2)
     origin = made.provenance
     assert (origin.task_id, origin.scene, origin.goal, origin.success) == ("t1", "home 17", TASK.goal, True)
     assert origin.actions == tuple(ACTIONS) and origin.source == "trajectory"
     assert origin.split == "train"
 
 
-@pytest.mark.parametrize("module", ["entry", "trajectory", "retrieval", "table", "bank"])
+@pytest.mark.parametrize("module", ["entry", "trajectory", "retrieval", "bank_table", "bank"])
 def test_importing_does_not_load_the_database(module):
     code = f"import sys, memory.{module}; sys.exit(any(m in sys.modules for m in ('lancedb', 'pyarrow', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -65,10 +65,10 @@ def test_the_group_ends_with_the_child(tmp_path: Path) -> None:
 def test_readiness_is_waited_for_until_one_ends_or_the_time_is_over() -> None:
     with ChildProcess(python(STUBBORN), name="slow", output="kept") as slow:
         slow.wait_until_ready(lambda: slow.tail() == "up", 20)
-        with pytest.raises(ProcessError, match=r"slow is not ready after 0.1 s; its last words:\nup"):
+        with pytest.raises(ProcessError, match=r"slow is not ready after 0.1 s; its last output:\nup"):
             slow.wait_until_ready(lambda: False, 0.1)
         with ChildProcess(python("print('why'); exit(3)"), name="dead", output="kept") as dead:
-            with pytest.raises(ProcessError, match=r"dead ended \(3\); its last words:\nwhy"):
+            with pytest.raises(ProcessError, match=r"dead ended \(3\); its last output:\nwhy"):
                 slow.wait_until_ready(lambda: False, 20, [dead])
             with pytest.raises(ProcessError, match="dead ended"):
                 check_alive([slow, dead])

@@ -103,7 +103,7 @@ def test_nothing_outside_of_the_data_s_folder_is_shown(tmp_path: Path, picture: 
 def test_a_file_that_is_no_picture_is_said(tmp_path: Path) -> None:
     (tmp_path / "not.jpg").write_text("no picture")
     [case] = read_question_sets(sample(tmp_path, picture="not.jpg"))
-    with pytest.raises(ValueError, match=r"not\.jpg is no picture"):
+    with pytest.raises(ValueError, match=r"not\.jpg is not a readable picture"):
         write_units(case.histories[0])[1].entry(pictures=True)
     [unnamed] = read_question_sets(sample(tmp_path, picture="x" * 5000))
     assert write_units(unnamed.histories[0])[1].entry(pictures=True).images == ()

@@ -1,7 +1,8 @@
-"""A bank's table in LanceDB: schema, rows as entries, small writes merged. `memory.bank` is what others use."""
+"""The LanceDB table behind `memory.bank`: opening and creation, schema, conversion of rows, compaction."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
-from memory.retrieval import encodable
+from memory.registry import RESPONSES
+from memory.retrieval import encodable, unit_rows
+from runtime.lock import LOCK
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,32 +21,68 @@ if TYPE_CHECKING:
 
     from memory.retrieval import Embed
 
-# lancedb and pyarrow are imported where they are used: they take a second that only those who open a bank should pay.
+# lancedb and pyarrow take a second to import: import them where they are used.
 
 TABLE = "entries"
+UNFINISHED = ".making-"  # prefix of the temporary folder of a new table; a kill may leave one behind
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
-FOREVER = timedelta(days=36_500)  # LanceDB's maintenance prunes versions older than a week unless told otherwise
-CROWDED = 64  # fragments (there is one per write) from which merging them is considered
+FOREVER = timedelta(days=36_500)  # LanceDB prunes versions older than a week by default
+CROWDED = 64  # minimal number of fragments (one per write) before a merge
 EMBED_NAME = b"memcompiler.embed"
 
 
 def connect(path: Path) -> Any:
     import lancedb
 
-    # Interval 0: every read of the newest version looks for commits of other processes first (0.1 ms).
+    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms).
     return lancedb.connect(path, read_consistency_interval=timedelta(0))
 
 
-def checked_out(path: Path, version: int) -> Table:
-    """Open the table as it was at a version."""
+def open_version(path: Path, version: int) -> Table:
+    """Open the table at a version."""
     table = connect(path).open_table(TABLE)
     table.checkout(version)
     return table
 
 
+def find_table(path: Path) -> Table | None:
+    """Open a bank's table at its newest version; None before its first commit.
+
+    Raises:
+        BankError: a file, or a folder with other contents.
+    """
+    if path.exists() and not path.is_dir():
+        raise BankError(f"{path} is a file, not a memory bank (a folder): to read an export, import it first")
+    if not path.exists() or all(inner.name.startswith((UNFINISHED, RESPONSES, LOCK)) for inner in path.iterdir()):
+        return None
+    if not (path / f"{TABLE}.lance").is_dir():
+        raise BankError(f"{path} is not a memory bank and not empty: name another folder")
+    with bank_errors(path):
+        try:
+            return connect(path).open_table(TABLE)
+        except ValueError as e:
+            if "not found" in str(e):
+                return None
+            raise BankError(f"{path}: {e}") from e
+
+
+def create_table(path: Path, embed: Embed | None) -> Table:
+    """Create a bank's table, or open the one that another process has just created."""
+    dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
+    schema = make_schema(dimension, getattr(embed, "name", ""))
+    with bank_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path) as folder:
+            connect(Path(folder)).create_table(TABLE, schema=schema)
+            with suppress(OSError):  # another process was first
+                (Path(folder) / f"{TABLE}.lance").rename(path / f"{TABLE}.lance")
+        return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
+
+
 @contextmanager
-def clear_errors(path: Path) -> Iterator[None]:
-    """Say what to do where LanceDB's errors name Rust source lines."""
+def bank_errors(path: Path) -> Iterator[None]:
+    """Convert LanceDB's errors, which name Rust source lines, to BankError with advice."""
     try:
         yield
     except BankError:
@@ -58,14 +97,13 @@ def clear_errors(path: Path) -> Iterator[None]:
 
 
 def merge_small_writes(table: Table) -> None:
-    """Merge fragments, where there are many, and twice the rows that the last merge left: merges together write a row
-    only twice. No version is lost, and rows stay in their order."""
+    """Merge fragments once there are many and rows have doubled since the last merge.
+
+    All merges together write each row at most twice on average. Versions and the order of rows are preserved."""
     stats: Any = table.stats()["fragment_stats"]  # type: ignore[index]  # a dict, whatever its annotation says
     if stats["num_fragments"] < CROWDED or 2 * stats["lengths"]["max"] > table.count_rows():
         return
-    with suppress(RuntimeError, OSError, ValueError):  # another process has just done the same; or the next write will
-        for index in table.list_indices():  # of banks that were searched by LanceDB: what it covers is merged apart
-            table.drop_index(index.name)
+    with suppress(RuntimeError, OSError, ValueError):  # another process merged, or the next write will
         table.optimize(cleanup_older_than=FOREVER)
 
 
@@ -83,7 +121,7 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
         *(pa.field(c, pa.string(), nullable=False) for c in ("task_id", "scene", "goal", "split", "source")),
         pa.field("success", pa.bool_(), nullable=False),
         pa.field("actions", pa.list_(pa.string()), nullable=False),
-        pa.field("words", pa.string(), nullable=False),  # what retrieval by words reads: the text, and the goal
+        pa.field("words", pa.string(), nullable=False),  # text and goal, for retrieval by words
     ]
     if dimension is not None:
         fields.append(pa.field("vector", pa.list_(pa.float32(), dimension), nullable=False))
@@ -91,12 +129,12 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
 
 
 def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
-    """Raise BankError for a table of another kind, and for embeddings that do not go with the bank's."""
+    """Raise BankError for a table of another kind, or for an embedding other than the table's."""
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
     if embed is None:
         return
-    stored = embedding_of(schema)
+    stored = embedding_info(schema)
     remedy = "export it (memcompiler bank export) and import it into a new bank with this embedding"
     if stored is None:
         raise BankError(f"{path} was written without embeddings: open it without, or {remedy}")
@@ -105,14 +143,14 @@ def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
         raise BankError(f"{path} was written with the embedding {theirs}, not {ours}: open it with that, or {remedy}")
 
 
-def embedding_of(schema: pa.Schema) -> dict[str, Any] | None:
+def embedding_info(schema: pa.Schema) -> dict[str, Any] | None:
     if "vector" not in schema.names:
         return None
     name = (schema.metadata or {}).get(EMBED_NAME, b"").decode()
     return {"name": name, "dimension": schema.field("vector").type.list_size}
 
 
-def row_of(entry: MemoryEntry) -> dict[str, Any]:
+def entry_to_row(entry: MemoryEntry) -> dict[str, Any]:
     if not entry.id:
         raise ValueError(f"an entry needs an id (text: {entry.text[:80]!r})")
     origin = entry.provenance
@@ -124,15 +162,15 @@ def row_of(entry: MemoryEntry) -> dict[str, Any]:
     return {**row, "success": origin.success, "actions": actions, "images": list(entry.images), "words": words}
 
 
-def entry_of(row: dict[str, Any]) -> MemoryEntry:
+def row_to_entry(row: dict[str, Any]) -> MemoryEntry:
     origin = {c: row[c] for c in ("task_id", "scene", "goal", "split", "success", "source")}
     provenance = Provenance(**origin, actions=tuple(row["actions"]))
     return MemoryEntry(row["id"], row["text"], provenance, tuple(row["images"]))
 
 
-def take_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
-    """Read the entries of some rows, by id."""
+def read_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
+    """Read entries by row number; returns them by id."""
     if not rows:
         return {}
     taken = table.take_offsets(sorted(rows)).select(ENTRY_COLUMNS).to_arrow().to_pylist()
-    return {row["id"]: entry_of(row) for row in taken}
+    return {row["id"]: row_to_entry(row) for row in taken}
