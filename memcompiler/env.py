@@ -78,7 +78,7 @@ def env_serve(
     from envs.registry import Environments
 
     with Environments(settings.env) as envs:
-        serve_openenv(envs.lease, settings.split, host, port, min(sessions, envs.capacity))
+        serve_openenv(envs.lease, settings.split, host=host, port=port, max_sessions=min(sessions, envs.capacity))
 
 
 def parity(
@@ -95,7 +95,7 @@ def parity(
 
     total = ParityReport()
     with progress("parity", -(-steps // per_game)) as advance:
-        for report in compare(find_games(games), steps, seed, per_game, jobs, plain):
+        for report in compare(find_games(games), steps, seed=seed, per_game=per_game, jobs=jobs, plain=plain):
             for difference in report.differences:
                 typer.echo(str(difference))
             total.add(report)

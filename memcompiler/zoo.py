@@ -55,7 +55,7 @@ def zoo_gate(
     if executor:
         results += executor_gates(executor if executor == SCRIPT else model_path(executor), work, split, limit)
     if compiler:
-        results += compiler_gates(model_path(compiler), checkpoint, work, split, limit)
+        results += compiler_gates(model_path(compiler), checkpoint, work=work, split=split, limit=limit)
     if not results:
         raise typer.BadParameter("name what to test: --executor FOLDER, --compiler FOLDER, or both")
     _print_and_exit(results)
@@ -72,7 +72,7 @@ def zoo_compiler(
     out: Out = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
 ) -> None:
     """Train a small compiler base from scratch on CPU; write the model and RECORD.json."""
-    _train("compiler", world, out, work, seed, threads)
+    _train("compiler", world, out=out, work=work, seed=seed, threads=threads)
 
 
 @zoo_app.command("executor")
@@ -80,7 +80,7 @@ def zoo_executor(
     out: Out = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
 ) -> None:
     """Train a small executor from scratch on CPU; write the model and RECORD.json."""
-    _train("executor", world, out, work, seed, threads)
+    _train("executor", world, out=out, work=work, seed=seed, threads=threads)
 
 
 def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threads: int) -> None:

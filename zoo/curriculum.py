@@ -219,7 +219,7 @@ def _known_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[st
     rng.shuffle(rooms)
     here = been[-1] if been else rng.choice(vocabulary.places)
     following = rooms[(rooms.index(here) + 1) % len(rooms)] if here in rooms else rooms[0]
-    return _view(vocabulary, rng, rooms, f"{memory}\n{did}", here, pair), known, following, been
+    return _view(vocabulary, rng, rooms=rooms, given=f"{memory}\n{did}", here=here, pair=pair), known, following, been
 
 
 def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str], str, list[str]]:
@@ -229,7 +229,7 @@ def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str
     been = rooms[max(0, at - rng.randint(0, MOST_GONE)) : at + 1]
     did = f"did: {' ; '.join(f'go to {place}' for place in been)}\n"
     pair = rng.choice(vocabulary.scenes), rng.choice(vocabulary.objects)
-    return _view(vocabulary, rng, rooms, did, rooms[at], pair), [], rooms[at + 1], been
+    return _view(vocabulary, rng, rooms=rooms, given=did, here=rooms[at], pair=pair), [], rooms[at + 1], been
 
 
 def _view(
@@ -326,7 +326,12 @@ class TextCurriculum(TrainerCallback):
         """Draw the level's exam: 64 rows, fixed until it is passed."""
         n, level = len(self.passed), self.levels[min(len(self.passed), len(self.levels) - 1)]
         return self._drawn(
-            level, np.random.default_rng((self.seed, n, 1)), random.Random(f"{self.seed}/exam/{n}"), 64, 12, 4
+            level,
+            np.random.default_rng((self.seed, n, 1)),
+            draw=random.Random(f"{self.seed}/exam/{n}"),
+            batch=64,
+            pairs=12,
+            entries=4,
         )
 
     def _drawn(

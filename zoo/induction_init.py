@@ -195,7 +195,7 @@ class Induction:
         if self.threshold:
             head.sink(self.threshold)
         for n, (block, words, weight) in enumerate(self.required, start=1):
-            head.require(n, block, shared, direction(words), weight)
+            head.require(n, block, shared=shared, word=direction(words), weight=weight)
             if self.penalty:
                 head.sink_without_word(block, shared, direction(words), self.penalty)
                 head.sink_without_kind("places", self.penalty)

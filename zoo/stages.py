@@ -148,7 +148,7 @@ def train_on_answers(
         learning_rate_scales: part of the rate for some weights, by parameter name; broadcast to the weight.
     """
     settings = TrainingArguments(
-        **training_arguments(folder, seed, steps, rate, every, warmup),
+        **training_arguments(folder, seed, steps=steps, rate=rate, every=every, warmup=warmup),
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         train_sampling_strategy="sequential",

@@ -86,7 +86,7 @@ class AlfredTWEnv:
         limit = _setting(self.config, _METHODS[method], "training", "max_nb_steps_per_episode")
         expert_type = _setting(self.config, "env", "expert_type") if train and method == "dagger" else None
         shuffled = train and bool(_setting(self.config, "env", "domain_randomization"))
-        return BatchedGames(self.game_files, batch_size, limit, expert_type, shuffled)
+        return BatchedGames(self.game_files, batch_size, limit=limit, expert_type=expert_type, shuffled=shuffled)
 
     def _folder(self, key: str) -> str:
         named = _setting(self.config, "dataset", key)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import REFUSED, EngineEnvironment, telling_views
+from envs.household.environment import REFUSED, EngineEnvironment, pickup_views
 from envs.household.sequences import SequenceSettings
 from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
@@ -229,6 +229,6 @@ ALFWORLD = EnvSpec(
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
     compiling=COMPILING,
-    views=telling_views,
+    views=pickup_views,
     reader=AlfworldReader(),
 )

@@ -107,9 +107,9 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     return Task(
         id_,
         task_sentence(data["grammar"]),
-        scene,
-        split,
-        about["task_type"],
+        scene=scene,
+        split=split,
+        kind=about["task_type"],
         data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()},
         isolation=isolation,
     )
@@ -172,9 +172,9 @@ def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
     return Game(
         _receptacles(facts),
         _items(facts),
-        _start(facts),
-        _read_goal(goal),
-        task_sentence(data["grammar"]),
+        start=_start(facts),
+        goal=_read_goal(goal),
+        task=task_sentence(data["grammar"]),
         can_contain=frozenset((place.removesuffix("type"), item.removesuffix("type")) for place, item in fitting),
         wording=_read_wording(data["grammar"]),
         locations=tuple(facts.names[location] for location in facts.locations),
@@ -267,7 +267,13 @@ def _receptacles(facts: _Facts) -> tuple[Receptacle, ...]:
     types, openable = facts.types("receptacletype"), facts.having("openable")
     where = {place: facts.locations[at] for place, at in facts.of("receptacleatlocation")}
     return tuple(
-        Receptacle(facts.names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE), _position(id_))
+        Receptacle(
+            facts.names[id_],
+            types.get(id_, ""),
+            openable=id_ in openable,
+            location=where.get(id_, NOWHERE),
+            position=_position(id_),
+        )
         for id_ in facts.places
     )
 

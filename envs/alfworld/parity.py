@@ -320,7 +320,7 @@ def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Tim
     """Time the agents' environment class, repeated for `least` seconds: one walk is too short."""
     load, game = _timed(lambda: _load(path))
     env = EngineEnvironment(cast(Games, SimpleNamespace(game=lambda _: (game, None))), images=False)
-    task = Task(path.parent.name, game.task, "", "", game.goal.kind)
+    task = Task(path.parent.name, game.task, scene="", split="", kind=game.goal.kind)
     walks, resetting, stepping = 0, 0.0, 0.0
     while stepping < least:
         resetting += _timed(lambda: env.reset(task))[0]

@@ -237,11 +237,11 @@ class _Manipulation(HostedEmbodiedBench):
                 task_files.task(
                     f"{split}-{kind}-{variation}-{episode}",
                     env.episode_language_instruction,
-                    "",
-                    split,
-                    kind,
-                    {"eval_set": split, "index": str(index)},
-                    {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+                    scene="",
+                    split=split,
+                    kind=kind,
+                    data={"eval_set": split, "index": str(index)},
+                    isolation={"episode": [f"{split}/{kind}/{variation}/{episode}"]},
                 )
             )
         return listed

@@ -100,7 +100,7 @@ def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[st
     scene, kind = f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}", name.split("-", 1)[0]
     # The unchanged instruction: the benchmark's own entry consists of these three.
     data = {"task": name, "repeat_idx": str(repeat), "instruction": instruction}
-    return task(episode, instruction, scene, split, kind, data, {"episode": [episode]})
+    return task(episode, instruction, scene=scene, split=split, kind=kind, data=data, isolation={"episode": [episode]})
 
 
 def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
@@ -129,11 +129,11 @@ def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
     return task(
         f"{split}-{mark}",
         instruction,
-        layout,
-        split,
-        f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
-        {"eval_set": split, "fingerprint": mark},
-        {
+        scene=layout,
+        split=split,
+        kind=f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
+        data={"eval_set": split, "fingerprint": mark},
+        isolation={
             "object": objects,
             "template": [instruction_template(instruction, objects)],
             "scene": [layout.split("_staging")[0]],
@@ -171,11 +171,11 @@ def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str,
     return task(
         f"{split}-{index}",
         entry["instruction"],
-        entry["scene"],
-        split,
-        f"navigate to {target}",
-        {"entry": json.dumps(entry, sort_keys=True)},
-        {"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
+        scene=entry["scene"],
+        split=split,
+        kind=f"navigate to {target}",
+        data={"entry": json.dumps(entry, sort_keys=True)},
+        isolation={"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
     )
 
 

@@ -179,9 +179,9 @@ class GymnasiumTextEnvironment:
         return Task(
             f"{split}/{seed}",
             goal,
-            "",
-            split,
-            self.name,
+            scene="",
+            split=split,
+            kind=self.name,
             data={"seed": str(seed), "options": options},
             isolation={"episode": (f"{seed} {options}",)},
         )

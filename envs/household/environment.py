@@ -167,7 +167,7 @@ class HouseholdEnvironment(EngineEnvironment):
         super().__init__(games, images, seed, sequences)
 
 
-def telling_views(actions: Sequence[str]) -> Sequence[int]:
+def pickup_views(actions: Sequence[str]) -> Sequence[int]:
     """Return the steps at which something was taken (their views show where it was), or else the last step."""
     return [t for t, action in enumerate(actions) if action.startswith("take ")] or last_view(actions)
 
@@ -211,6 +211,6 @@ HOUSEHOLD = EnvSpec(
     probes=lambda: [Probe("built-in engine", play_a_step, "make test ARGS=tests/envs")],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
-    views=telling_views,
+    views=pickup_views,
     reader=HouseholdReader(),
 )

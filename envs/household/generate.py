@@ -106,16 +106,36 @@ class Generator:
             errands = self._errands(home, item, places)
             first = _draw(rng, errands)
             second = _draw(rng, [errand for errand in errands if errand != first] or errands)
-            experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
+            experience.append(
+                self._task(
+                    rng,
+                    layout + EXPERIENCE,
+                    index=index,
+                    number=len(experience),
+                    item=item,
+                    errand=first,
+                    family="text",
+                )
+            )
             if self._text_share:
-                evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
+                evaluation.append(
+                    self._task(
+                        rng, layout, index=index, number=len(evaluation), item=item, errand=second, family="text"
+                    )
+                )
         for turn in range(self._count(self.visual_share)):
             item = home.wandering[turn % len(home.wandering)]
             errand = _draw(rng, self._errands(home, item, ()))
-            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "visual"))
+            evaluation.append(
+                self._task(rng, layout, index=index, number=len(evaluation), item=item, errand=errand, family="visual")
+            )
         for item, place in [home.seen] * self._count(self.remembered_share) if home.seen else ():
             errand = _draw(rng, self._errands(home, item, (place,)))
-            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "remembered"))
+            evaluation.append(
+                self._task(
+                    rng, layout, index=index, number=len(evaluation), item=item, errand=errand, family="remembered"
+                )
+            )
         return experience, evaluation
 
     def worlds(self, split: str) -> list[Task]:
@@ -143,7 +163,16 @@ class Generator:
         data = {"seed": str(self.seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
         # A split and its experience share homes, by design; other splits have other homes.
         home, task = f"seed-{self.seed}/{layout}/home-{index + 1}", f"seed-{self.seed}/{id_}"
-        return Task(id_, goal, scene, split, kind, family, data, {"scene": (home,), "task": (task,)})
+        return Task(
+            id_,
+            goal,
+            scene=scene,
+            split=split,
+            kind=kind,
+            family=family,
+            data=data,
+            isolation={"scene": (home,), "task": (task,)},
+        )
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
         """List the errands for an item at `places` (() for a wandering one)."""
@@ -266,7 +295,15 @@ class Generator:
         goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
         start = _start(home, [place for *_, place in placed])
         reachable = tuple(_front(r.position) for r in home.receptacles if r.position)
-        game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN, reachable=reachable)
+        game = Game(
+            home.receptacles,
+            items,
+            start=start,
+            goal=goal,
+            task=task.goal,
+            can_contain=CAN_CONTAIN,
+            reachable=reachable,
+        )
         game = with_goal(game, task)
         shown = target if task.family == "visual" else seen if task.split.endswith(EXPERIENCE) else None
         return game, next((i for i, item in enumerate(items) if item.type == shown), None)

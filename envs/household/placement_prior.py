@@ -54,7 +54,9 @@ def main() -> None:
     from envs.household.generate import Generator
     from envs.household.world import KINDS
 
-    homes = Generator(0, {"train": HOMES}, 0.0, 0.0, 40, 0, KINDS)
+    homes = Generator(
+        0, {"train": HOMES}, visual_share=0.0, remembered_share=0.0, fixed_objects=40, wandering_objects=0, kinds=KINDS
+    )
     games = AlfworldGames()
     counts_by_environment = {
         "household": count_placements(homes.game(task)[0] for task in homes.worlds("train")),

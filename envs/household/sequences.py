@@ -22,7 +22,7 @@ from pydantic import Field
 from envs.base import Task, TaskSequence
 from envs.household.engine import Engine
 from envs.household.expert import plan
-from envs.household.vocabulary import ASKED_FOR, PHRASES, TRAITS
+from envs.household.vocabulary import GOAL_COUNTS, PHRASES, TRAITS
 from envs.household.world import APPLIANCES, KINDS, LOOK, NOWHERE, SIMPLE, TREATMENTS, TWO, Game, Goal, State
 from runtime.settings import Settings
 
@@ -76,7 +76,14 @@ def sequences(
     for number, family in enumerate(families, 1):
         name = f"{split}/{settings.tasks}-{family}/{number}"
         draws = (
-            _sequence(worlds[(number + again) % len(worlds)], game_of, settings, family, name, f"{seed}/{name}/{again}")
+            _sequence(
+                worlds[(number + again) % len(worlds)],
+                game_of,
+                settings=settings,
+                family=family,
+                name=name,
+                seed=f"{seed}/{name}/{again}",
+            )
             for again in range(TRIES)
         )
         found = next(filter(None, draws), None)
@@ -101,8 +108,12 @@ def _sequence(
     else:
         goals = list(_long(live, rng, settings))
         whole = len(goals) == settings.length
-    tasks = tuple(_task(living, name, n, each, family) for n, each in enumerate(goals, 1))
-    return TaskSequence(name, world.scene, world.split, family, tasks, game.plan) if whole else None
+    tasks = tuple(_task(living, name, number=n, worded=each, family=family) for n, each in enumerate(goals, 1))
+    return (
+        TaskSequence(name, world.scene, split=world.split, family=family, tasks=tasks, plan=game.plan)
+        if whole
+        else None
+    )
 
 
 _EMPTY: Mapping[str, str] = {"item": "", "receptacle": "", "lamp": ""}
@@ -225,7 +236,7 @@ def _vague_goal(live: _World, rng: random.Random) -> WordedGoal | None:
 def _long(live: _World, rng: random.Random, settings: SequenceSettings) -> Iterator[WordedGoal]:
     """Draw a sequence of R, goal by goal."""
     types = _types(live.game)
-    weights = {item: float(ASKED_FOR.get(item, 1)) if settings.stream == "skewed" else 1.0 for item in types}
+    weights = {item: float(GOAL_COUNTS.get(item, 1)) if settings.stream == "skewed" else 1.0 for item in types}
     for number in range(settings.length):
         if settings.stream == "drifting" and number % DRIFT == 0:
             favourites = rng.sample(types, min(FAVOURITES, len(types)))

@@ -128,7 +128,7 @@ TRAITS: dict[str, tuple[str, str]] = {
 """Colour and group of item types; types without a group have none."""
 
 # Number of ALFWorld's 3,553 train games with each of the types above as goal.
-ASKED_FOR: dict[str, int] = dict(
+GOAL_COUNTS: dict[str, int] = dict(
     mug=220,
     cup=145,
     potato=136,

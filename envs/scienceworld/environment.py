@@ -301,7 +301,7 @@ def _file_task(row: Mapping[str, object]) -> Task:
         raise ValueError(f"unknown task type {kind!r}")
     patterns(subgoals)
     data = {"difficulty": str(row.get("difficulty", "")), "subgoals": json.dumps(subgoals)}
-    return make_task(kind, int(where["var"]), str(row["goal"]), FILE_SPLIT, data)
+    return make_task(kind, int(where["var"]), goal=str(row["goal"]), split=FILE_SPLIT, data=data)
 
 
 def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:

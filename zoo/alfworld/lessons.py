@@ -31,11 +31,11 @@ from zoo.curriculum import IGNORE, NOTHING, PROPOSED, REFUSED, Batch, pad
 from zoo.lessons import Dialogue, Lesson, collate, request_lesson
 
 EMISSION, UNASKED = "emission", ""
-TOLD, UNTOLD = 4, 2  # most questions on known and unknown facts of M
+KNOWN, UNKNOWN = 4, 2  # most questions on known and unknown facts of M
 SEEN, UNSEEN = 3, 2  # and on things in view and out of view
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
 NEAR = 16  # neighbours on either side to draw from
-RARE, TOLD_MORE = 0.35, 2.5
+RARE, GIVEN_WEIGHT = 0.35, 2.5
 # Proportions of lessons: a place is named; one is, others are excluded (hardest); M is exhausted; a search
 # without guidance (hardest to tell from the first two); no search.
 SHARES = {"named": 0.19, "left": 0.21, "exhausted": 0.04, "silent": 0.4, "rest": 0.16}
@@ -111,10 +111,10 @@ def encode_step(tokenizer: PreTrainedTokenizerFast, example: ScriptedStep) -> En
     return EncodedStep(
         tuple(prompt[:at]),
         tuple(prompt[at:]),
-        tuple((*command, end) for command in all_of(choice.commands)),
-        all_of(choice.known),
-        all_of(filter(None, [choice.following])),
-        all_of(choice.visited),
+        wanted=tuple((*command, end) for command in all_of(choice.commands)),
+        known=all_of(choice.known),
+        following=all_of(filter(None, [choice.following])),
+        visited=all_of(choice.visited),
     )
 
 
@@ -188,8 +188,8 @@ class ExecutorBatches:
     length.
 
     Kinds of steps are drawn in proportion to their number to the power of `RARE`, since rare ones have to be learned,
-    too, and those that guidance or memory decides `TOLD_MORE` times as often. `short`: only the shortest third of each
-    kind, without M, all kinds alike.
+    too, and those that guidance or memory decides `GIVEN_WEIGHT` times as often. `short`: only the shortest third of
+    each kind, without M, all kinds alike.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ExecutorBatches:
         if short:
             kinds = {kind: sorted(steps, key=_tokens)[: -(-len(steps) // 3)] for kind, steps in kinds.items()}
         self._shares = {
-            kind: 1.0 if short else len(steps) ** RARE * (TOLD_MORE if kind[1] in (ChoiceSource.GIVEN, AGAIN) else 1)
+            kind: 1.0 if short else len(steps) ** RARE * (GIVEN_WEIGHT if kind[1] in (ChoiceSource.GIVEN, AGAIN) else 1)
             for kind, steps in kinds.items()
         }
         self._pools = {kind: LengthPool(steps, lambda step: len(step.given)) for kind, steps in kinds.items()}
@@ -227,7 +227,7 @@ class ExecutorBatches:
         length = len(self._pools[firsts[0]].near(given, rng).prompt)
         first = lambda kind: _like(length, lambda: self._pools[kind].near(given, rng))
         rows = [self._row(first(kind), memory, length, rng) for kind in firsts]
-        return step_batch(self._labels, rows, rng, self._pad_id, self._refused)
+        return step_batch(self._labels, rows, rng=rng, pad_id=self._pad_id, refused=self._refused)
 
     def _row(self, first: EncodedStep, memory: bool, length: int, rng: random.Random) -> list[EncodedStep]:
         """Draw further steps of the same beginning."""
@@ -252,16 +252,16 @@ def all_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
     """List the questions on a state with their answers, in random order: places of M by scene and need (some of them
     unknown), those of `state_questions`, and the emission. Places begin with a space, as in M; without it they are
     other tokens."""
-    told = dict[tuple[str, str], dict[str, None]]()
+    known = dict[tuple[str, str], dict[str, None]]()
     for entry in situation.request.memory:
         for fact in _facts(entry):
-            told.setdefault((entry.provenance.scene, fact.need), {})[fact.place] = None
-    scenes, needs = (dict.fromkeys(pair[i] for pair in told) for i in (0, 1))
-    untold = [pair for pair in product(scenes, needs) if pair not in told]
-    talk = [(EMISSION, render(situation.emission)), *state_questions(situation, rng)]
-    for scene, need in (*_some(told, TOLD, rng), *_some(untold, UNTOLD, rng)):
-        talk.append((f"in {scene} {need}", _listed(told.get((scene, need), ()))))
-    return rng.sample(talk, len(talk))
+            known.setdefault((entry.provenance.scene, fact.need), {})[fact.place] = None
+    scenes, needs = (dict.fromkeys(pair[i] for pair in known) for i in (0, 1))
+    unknown = [pair for pair in product(scenes, needs) if pair not in known]
+    dialogue = [(EMISSION, render(situation.emission)), *state_questions(situation, rng)]
+    for scene, need in (*_some(known, KNOWN, rng), *_some(unknown, UNKNOWN, rng)):
+        dialogue.append((f"in {scene} {need}", _listed(known.get((scene, need), ()))))
+    return rng.sample(dialogue, len(dialogue))
 
 
 def state_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
@@ -269,17 +269,17 @@ def state_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
     first, at most six), the best one, the notes of this step, and which of some things are in view (by number: numbers
     can be copied, "yes" and "no" cannot)."""
     search, found = situation.search, _in_view(situation.request.observation)
-    talk = [("notes", render(replace(situation.emission, guidance="", reason="")))]
+    dialogue = [("notes", render(replace(situation.emission, guidance="", reason="")))]
     asked = {*_some(found, SEEN, rng), *rng.sample(THINGS, UNSEEN)}
     if search is None:
-        talk.append(("search", NOTHING))
+        dialogue.append(("search", NOTHING))
     else:
-        talk.append(("search", search.need))
+        dialogue.append(("search", search.need))
         thing = READER.thing(search.need)
-        talk += [(f"left for {thing}", _listed(search.places[:MOST])), ("best", _listed(search.places[:1]))]
+        dialogue += [(f"left for {thing}", _listed(search.places[:MOST])), ("best", _listed(search.places[:1]))]
         asked |= {thing} if search.need.startswith("find ") else set()
-    talk += [(f"here {thing}", _listed(found.get(thing, ()))) for thing in sorted(asked)]
-    return rng.sample(talk, len(talk))
+    dialogue += [(f"here {thing}", _listed(found.get(thing, ()))) for thing in sorted(asked)]
+    return rng.sample(dialogue, len(dialogue))
 
 
 def _in_view(observation: str) -> dict[str, list[str]]:
@@ -322,8 +322,8 @@ class CompilerBatches:
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: TeacherStep, rng: random.Random) -> Lesson:
-        request, talk = self._ask(situation, rng)
-        lesson, exchanged = request_lesson(self._backbone, request, talk), self._labels.exchange(rng)
+        request, dialogue = self._ask(situation, rng)
+        lesson, exchanged = request_lesson(self._backbone, request, dialogue), self._labels.exchange(rng)
         labels = [label if label == IGNORE else int(exchanged[label]) for label in lesson.labels]
         return Lesson(replace(lesson.prompt, ids=tuple(exchanged[list(lesson.prompt.ids)].tolist())), tuple(labels))
 
@@ -365,10 +365,10 @@ def without_memory(situations: Iterable[TeacherStep]) -> list[TeacherStep]:
 
 def ask_all(situation: TeacherStep, rng: random.Random, emission_first: float) -> tuple[CompileRequest, Dialogue]:
     """Ask all questions, the emission first at the rate `emission_first`."""
-    talk = list(all_questions(situation, rng))
+    dialogue = list(all_questions(situation, rng))
     if rng.random() < emission_first:
-        talk.sort(key=lambda turn: turn[0] != EMISSION)
-    return situation.request, talk
+        dialogue.sort(key=lambda turn: turn[0] != EMISSION)
+    return situation.request, dialogue
 
 
 def _length(situation: TeacherStep) -> int:

@@ -112,7 +112,11 @@ class ScriptedPolicy:
         serve = tuple(way for way in known if way in new)
         source = ChoiceSource.GIVEN if serve else ChoiceSource.SEARCH
         return ScriptedChoice(
-            serve or ((following,) if following else tuple(plan[:1])), source, known, following, visited
+            serve or ((following,) if following else tuple(plan[:1])),
+            source,
+            known=known,
+            following=following,
+            visited=visited,
         )
 
     def _known_places(self, request: ExecutorRequest) -> tuple[str, ...]:
@@ -121,7 +125,15 @@ class ScriptedPolicy:
             memory = tuple(self.entries[text] for text in request.delivered.memory.split("\n\n"))
             places = ", ".join(c for c in request.admissible or () if c.startswith(GO))
             seen = f"{request.observation}\n{places}" if request.history else request.observation
-            asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
+            asked = CompileRequest(
+                request.goal,
+                memory,
+                state=None,
+                observation=seen,
+                image=None,
+                history=request.history,
+                expert=request.expert,
+            )
             return search.named if (search := TEACHER.search(asked)) else ()
         guidance = request.delivered.guidance
         return (guidance.removeprefix(GO),) if guidance.startswith(GO) else ()
@@ -203,7 +215,7 @@ class ImitatedExecutor:
         if choice.source is ChoiceSource.GIVEN and chance.random() < self.strays:
             commands = tuple(c for c in request.admissible or () if c.startswith(GO))
         text = chance.choice(commands or ("look",))
-        return Action(text, Grounding.CHOICE, text, (), 0, 0)
+        return Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0)
 
 
 def scripted_steps(
@@ -213,7 +225,13 @@ def scripted_steps(
     equal share under each other delivery."""
     deliveries = text_deliveries(TEACHER, seed)
     for i, delivery in enumerate(deliveries):
-        run_games(make_env, specs if delivery.name == "static" else specs[i :: len(deliveries)], delivery, pupil, steps)
+        run_games(
+            make_env,
+            specs if delivery.name == "static" else specs[i :: len(deliveries)],
+            delivery=delivery,
+            executor=pupil,
+            steps=steps,
+        )
     return pupil.examples
 
 
@@ -221,7 +239,9 @@ def run_games(
     make_env: Make, specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor, steps: int = STEPS
 ) -> list[Episode]:
     """Play all specs. Raises: RuntimeError where an episode failed."""
-    episodes = run_episodes(make_env, specs, delivery, executor, Limits(steps), SIDE_BY_SIDE)
+    episodes = run_episodes(
+        make_env, specs, delivery=delivery, executor=executor, limits=Limits(steps), concurrency=SIDE_BY_SIDE
+    )
     if broken := next((episode for episode in episodes if episode.error), None):
         raise RuntimeError(f"{broken.task_id}, {delivery.name}: {broken.error}")
     return episodes
@@ -257,5 +277,11 @@ def teacher_steps(
     states in the order of their steps."""
     teacher = RecordingTeacher()
     pupil = ImitatedExecutor(ScriptedPolicy.of(specs), strays=strays, seed=seed)
-    run_games(make_env, specs, Delivery("expert_compiler", "compiled", teacher, soft=False), pupil, steps)
+    run_games(
+        make_env,
+        specs,
+        delivery=Delivery("expert_compiler", "compiled", teacher, soft=False),
+        executor=pupil,
+        steps=steps,
+    )
     return teacher.steps

@@ -64,12 +64,28 @@ def train_executor(
         steps: on short prompts, and of cloning.
         batch: rows of up to eight steps with a common beginning.
     """
-    material = _Material(work, seed, games, batch, 2 * batch)
+    material = _Material(work, seed, games=games, batch=batch, few=2 * batch)
     model: PreTrainedModel = build_induction_model(material.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
-    model = material.stage(model, "short", steps[0], lambda: _cloning(material, short=True), 50, RATE / 2, scaled=True)
+    model = material.stage(
+        model,
+        "short",
+        steps=steps[0],
+        draws=lambda: _cloning(material, short=True),
+        warmup=50,
+        rate=RATE / 2,
+        scaled=True,
+    )
     model = material.stage(model, "cloning", steps[1], lambda: _cloning(material), rate=RATE / 2, scaled=True)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    write_model("executor --world alfworld", out, model.half(), material.tokenizer, work, EXECUTOR_STAGES, settings)
+    write_model(
+        "executor --world alfworld",
+        out,
+        model=model.half(),
+        processor=material.tokenizer,
+        work=work,
+        names=EXECUTOR_STAGES,
+        settings=settings,
+    )
 
 
 def train_compiler(
@@ -85,7 +101,7 @@ def train_compiler(
     Args:
         steps: without M, with it, and unasked.
     """
-    material = _Material(work, seed, games, batch, max(batch // 2, 1))
+    material = _Material(work, seed, games=games, batch=batch, few=max(batch // 2, 1))
     model: PreTrainedModel = build_induction_model(material.tokenizer, COMPILER_LAYERS, seed)
     model = material.stage(model, "states", steps[0], lambda: _states(material, model))
     model = material.stage(model, "emissions", steps[1], lambda: _emissions(material, model, ask_emission, ASKED))
@@ -93,7 +109,15 @@ def train_compiler(
         model, "writing", steps[2], lambda: _emissions(material, model, ask_nothing, UNASKED), rate=RATE / 5
     )
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    write_model("compiler --world alfworld", out, model.half(), material.tokenizer, work, COMPILER_STAGES, settings)
+    write_model(
+        "compiler --world alfworld",
+        out,
+        model=model.half(),
+        processor=material.tokenizer,
+        work=work,
+        names=COMPILER_STAGES,
+        settings=settings,
+    )
 
 
 @dataclass
@@ -131,12 +155,12 @@ class _Material:
         return train_stage(
             model,
             self.work,
-            name,
-            self.seed,
-            steps,
-            draw,
-            exam,
-            rate,
+            name=name,
+            seed=self.seed,
+            steps=steps,
+            draw=draw,
+            exam=exam,
+            rate=rate,
             warmup=warmup,
             bf16=True,
             learning_rate_scales=scales,

@@ -15,7 +15,7 @@ from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
 from data_gen.experience import explain, first_views, no_views, traces_of
 from envs.base import Environment, Task
-from envs.household.environment import HouseholdEnvironment, telling_views
+from envs.household.environment import HouseholdEnvironment, pickup_views
 from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
@@ -50,13 +50,20 @@ class EntryPool:
     def collect(cls, env: HouseholdEnvironment, tasks: Sequence[Task], pictures: int = 0) -> EntryPool:
         """Collect the entries of the expert's episodes of `tasks`, with `pictures` of each."""
         specs = [EpisodeSpec(task) for task in tasks]
-        played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
+        played = run_episodes(
+            lambda: env,
+            specs,
+            delivery=Delivery("expert", "none"),
+            executor=ExpertExecutor(),
+            limits=Limits(50),
+            concurrency=1,
+        )
         explain(played, TEACHER)
         marks = dict[str, str]()
         for task in tasks if pictures else ():
             env.reset(task)
             marks[_scene_key(task.id)] = env.marked_receptacle or ""
-        views = first_views(telling_views, pictures) if pictures else no_views
+        views = first_views(pickup_views, pictures) if pictures else no_views
         return cls([entry_of_trace(trace) for [trace] in traces_of(played, views)], marks)
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
@@ -119,7 +126,14 @@ def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int 
     """Collect the states of the teacher's episodes with detours in `scenes` pretraining scenes."""
     env, specs, pool = material(scenes, seed, pictures)
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
-    episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
+    episodes = run_episodes(
+        lambda: env,
+        specs,
+        delivery=delivery,
+        executor=ExpertExecutor(0.2, seed),
+        limits=Limits(max_steps),
+        concurrency=1,
+    )
     return [
         _compiler_example(recorded_step(episode, t, spec.memory), step.emission_text, marks)
         for episode, spec in zip(episodes, specs, strict=True)
@@ -163,7 +177,7 @@ class ScriptedExecutor:
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         texts = [self._choose(request) for request in requests]
-        return [Action(text, Grounding.CHOICE, text, (), 0, 0) for text in texts]
+        return [Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0) for text in texts]
 
     def _choose(self, request: ExecutorRequest) -> str:
         plan = (request.expert() if request.expert else None) or ["look"]
@@ -204,7 +218,14 @@ def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[Execu
     examples = []
     for i, delivery in enumerate(deliveries):
         mine = specs[i :: len(deliveries)]
-        episodes = run_episodes(lambda: env, mine, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1)
+        episodes = run_episodes(
+            lambda: env,
+            mine,
+            delivery=delivery,
+            executor=ScriptedExecutor(seed),
+            limits=Limits(max_steps),
+            concurrency=1,
+        )
         examples += [ExecutorExample(step.executor_prompt, step.action) for e in episodes for step in e.steps]
     return examples
 

@@ -22,7 +22,7 @@ from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
 from data_gen.experience import collect_experience, first_views
 from data_gen.tasks import specs_for
-from envs.household.environment import HouseholdEnvironment, telling_views
+from envs.household.environment import HouseholdEnvironment, pickup_views
 from envs.household.trajectories import taken
 from lm.backbone import load_backbone
 from memory.bank import MemoryBank
@@ -74,27 +74,31 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
 
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:
-        bank, views = MemoryBank(Path(folder) / "bank"), first_views(telling_views, pictures)
-        collect_experience(make_env, env.tasks("gate_experience"), bank, TEACHER, views)
+        bank, views = MemoryBank(Path(folder) / "bank"), first_views(pickup_views, pictures)
+        collect_experience(make_env, env.tasks("gate_experience"), bank=bank, explainer=TEACHER, views=views)
         specs = specs_for(env.tasks("gate"), bank, 4)
     for spec in specs:
         request = _request(env, spec)
         thing, place = taken(env.expert() or []) or ("", "")
         known = entry_for_goal(spec.goal, spec.memory)
         if not known:
-            yield _Question(UNKNOWN, replace(request), "place", NOTHING, 1.0)
+            yield _Question(UNKNOWN, replace(request), ask="place", answer=NOTHING, chance=1.0)
         if spec.task.family == "visual":
-            yield _Question(VIEW, request, "what is marked", place, 1 / len(env.game.receptacles))
+            yield _Question(VIEW, request, ask="what is marked", answer=place, chance=1 / len(env.game.receptacles))
         elif spec.task.family == "remembered":
             own = [entry.provenance.scene == spec.task.scene for entry in spec.memory]
-            yield _Question(PICTURES, request, f"what is marked in {spec.task.scene}", place, sum(own) / len(own))
+            yield _Question(
+                PICTURES, request, ask=f"what is marked in {spec.task.scene}", answer=place, chance=sum(own) / len(own)
+            )
         elif known:
             places = [taken(entry.provenance.actions) for entry in spec.memory]
             chance = sum(found is not None and found[1] == place for found in places) / len(places)
-            yield _Question(ENTRIES, request, f"where is the {thing}", place, chance)
-            yield _Question(KNOWN, replace(request), "place", place, chance)
+            yield _Question(ENTRIES, request, ask=f"where is the {thing}", answer=place, chance=chance)
+            yield _Question(KNOWN, replace(request), ask="place", answer=place, chance=chance)
 
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
     observation = env.reset(spec.task)
-    return CompileRequest(spec.goal, spec.memory, BriefState(spec.goal), observation.text, observation.image)
+    return CompileRequest(
+        spec.goal, spec.memory, state=BriefState(spec.goal), observation=observation.text, image=observation.image
+    )

@@ -46,13 +46,15 @@ def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
     pairs = list(product(rng.sample(LEXICON.scenes, few), rng.sample(LEXICON.things, few)))
     places = {pair: rng.choice(LEXICON.places) for pair in rng.sample(pairs, rng.randint(1, min(5, len(pairs))))}
     marks: dict[str, str] = {}  # by home
-    entries = [_entry(scene, thing, place, marks, rng) for (scene, thing), place in places.items()]
+    entries = [_entry(scene, thing, place=place, marks=marks, rng=rng) for (scene, thing), place in places.items()]
     scene, thing = rng.choice(list(places)) if rng.random() < 0.5 else rng.choice(pairs)
     goal = f"in {scene}: put a {thing} in {rng.choice(LEXICON.goals)}"
     mark = _mark(rng)
     room = _room(mark, rng)
     seen = f"{ROOM} a {', a '.join(room)}."
-    request = CompileRequest(goal, tuple(entries), BriefState(goal), seen, draw_room(room, mark, rng))
+    request = CompileRequest(
+        goal, tuple(entries), state=BriefState(goal), observation=seen, image=draw_room(room, mark, rng)
+    )
     questions = [("what is marked", mark), *((f"what is marked in {home}", place) for home, place in marks.items())]
     rng.shuffle(questions)
     asked = [("place", places.get((scene, thing), "")), *questions]
@@ -66,7 +68,9 @@ def _entry(scene: str, thing: str, place: str, marks: dict[str, str], rng: rando
     if scene not in marks and rng.random() < 0.7:
         marks[scene] = _mark(rng)
         images = (png_bytes(draw_room(_room(marks[scene], rng), marks[scene], rng)),)
-    return MemoryEntry(f"{scene} {thing}", text, Provenance("", scene, goal, "", True, ()), images)
+    return MemoryEntry(
+        f"{scene} {thing}", text, Provenance("", scene, goal=goal, split="", success=True, actions=()), images
+    )
 
 
 def draw_room(room: Sequence[str], mark: str, rng: random.Random) -> Image:

@@ -55,7 +55,7 @@ def train_compiler(
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer(LEXICON)
     processor = make_processor(tokenizer)
-    text_model = train_text(tokenizer, LEXICON, work, seed, levels)
+    text_model = train_text(tokenizer, LEXICON, work=work, seed=seed, levels=levels)
     set_seed(seed)
     model: Any = make_compiler(tokenizer)
     model.model.language_model.load_state_dict(text_model.model.state_dict())  # the same function of text
@@ -64,16 +64,16 @@ def train_compiler(
     model = stages.train_on_answers(
         model,
         work / "marks",
-        seed,
-        steps[0],
-        lambda step: pictures.picture_batch(
+        seed=seed,
+        steps=steps[0],
+        draw=lambda step: pictures.picture_batch(
             backbone,
             random.Random(f"{seed}/marks/{step}"),
             3 * batch if step <= view_steps else batch,
             views=step <= view_steps,
         ),
-        lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False),
-        RATE / 2,
+        exam=lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False),
+        rate=RATE / 2,
         every=50,
     )
 
@@ -83,17 +83,23 @@ def train_compiler(
             lambda rng, of=of, size=size: make_batch(backbone, of, rng, size)
             for of, size in ((learned, batch), (held_out, 64))
         )
-        return train_stage(model, work, name, seed, steps, draw, exam, RATE / 2)
+        return train_stage(model, work, name=name, seed=seed, steps=steps, draw=draw, exam=exam, rate=RATE / 2)
 
     few = max(4, scenes // 25)
     examples, held_out = episodes.compiler_examples(scenes, seed), episodes.compiler_examples(few, seed + 1)
-    model = stage("questions", steps[1], lessons.question_batch, examples, held_out)
+    model = stage("questions", steps[1], make_batch=lessons.question_batch, learned=examples, held_out=held_out)
     examples, held_out = (
         episodes.compiler_examples(number, seed + i, pictures=1) for i, number in enumerate((scenes // 2, few))
     )
-    model = stage("emissions", steps[2], partial(lessons.question_batch, emissions=True), examples, held_out)
-    model = stage("gathering", steps[3], lessons.gathering_batch, examples, held_out)
-    write_model("compiler", out, model, processor, work, COMPILER_STAGES, settings)
+    model = stage(
+        "emissions",
+        steps[2],
+        make_batch=partial(lessons.question_batch, emissions=True),
+        learned=examples,
+        held_out=held_out,
+    )
+    model = stage("gathering", steps[3], make_batch=lessons.gathering_batch, learned=examples, held_out=held_out)
+    write_model("compiler", out, model=model, processor=processor, work=work, names=COMPILER_STAGES, settings=settings)
 
 
 def train_executor(
@@ -107,7 +113,7 @@ def train_executor(
 ) -> None:
     """Train the executor: text curriculum, then behaviour cloning in batches of prompts of similar length."""
     tokenizer = make_tokenizer(LEXICON)
-    model = train_text(tokenizer, LEXICON, work, seed, levels)
+    model = train_text(tokenizer, LEXICON, work=work, seed=seed, levels=levels)
     config = SFTConfig(
         **stages.training_arguments(work / "clone", seed, steps, RATE / 2, every=50, warmup=0.02),
         per_device_train_batch_size=batch,
@@ -127,7 +133,15 @@ def train_executor(
     )
     model: Any = stages.run_stage(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
-    write_model("executor", out, as_llama(model), tokenizer, work, (*TEXT, "clone"), settings)
+    write_model(
+        "executor",
+        out,
+        model=as_llama(model),
+        processor=tokenizer,
+        work=work,
+        names=(*TEXT, "clone"),
+        settings=settings,
+    )
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
