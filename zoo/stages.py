@@ -103,7 +103,7 @@ class CpuTimer(TrainerCallback):
 
 
 def training_arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
-    """Return the arguments of all stages; a `warmup` share below 1 is followed by a cosine to a fiftieth of the rate."""
+    """Return the arguments of all stages; after a `warmup` share below 1 a cosine falls to a fiftieth of the rate."""
     cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
     return {
         "output_dir": str(folder),

@@ -89,7 +89,7 @@ def compiler_gates(
 
 
 def judged(situations: Sequence[play.TeacherStep], said: Sequence[Emission]) -> list[GateResult]:
-    """Count the states in which a compiler is right: any place counts that M names for the search and nothing excludes."""
+    """Count the states in which a compiler is right: any place of M that serves the search and is not excluded."""
     pairs = list(zip(situations, said, strict=True))
     named = [(s, theirs) for s, theirs in pairs if s.emission.guidance.startswith(play.GO)]
     right = [(s, _serves(s, theirs)) for s, theirs in pairs]
