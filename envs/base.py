@@ -1,14 +1,14 @@
-"""The contract between the agent and every environment: four small records and one protocol.
+"""The contract between agents and environments: small records and one protocol.
 
-An environment is text first (`Observation.text`), may show a picture (`Observation.image`) and may enumerate the
-commands that are possible now (`Observation.admissible`). Nothing here knows about models.
+An environment is text first (`Observation.text`), may show a picture (`Observation.image`) and may list the commands
+that are possible now (`Observation.admissible`). It knows nothing about models.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
+from runtime.errors import EnvironmentFailure as EnvironmentFailure  # for environments of other packages
 from runtime.told import without_newlines
 
 if TYPE_CHECKING:
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do in one scene. `id` is unique in its environment and split, and stable from run to run."""
+    """One goal in one scene. `id` is unique in its environment and split, and stable across runs."""
 
     id: str
     goal: str
-    scene: str  # label of the place whose layout persists over episodes, e.g. "home 17" or "FloorPlan405"; "" if none
+    scene: str  # label of the place whose layout persists across episodes, e.g. "home 17" or "FloorPlan405"; "" if none
     split: str
     kind: str  # task type, e.g. "pick_heat_then_place_in_recep"
-    # Which fact decides the task: "text" (memory says it), "visual" (only the view shows it), "remembered" (only a
-    # picture in memory does), "" (real data).
+    # Where the deciding fact is: "text" (memory's text), "visual" (the view alone), "remembered" (a
+    # picture in memory alone), "" (real data).
     family: str = ""
-    data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
-    # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
+    data: Mapping[str, str] = field(default_factory=dict)  # arguments of the environment (path, seeds)
+    # Labels that training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make goal and scene single lines: prompts, memory and Brief State hold each of them in one line."""
+        """Replace newlines in goal and scene: prompts, memory and Brief State hold each in one line."""
         object.__setattr__(self, "goal", without_newlines(self.goal))
         object.__setattr__(self, "scene", without_newlines(self.scene))
 
 
 def task_from_json(fields: Mapping[str, Any]) -> Task:
-    """Return a task from its fields as JSON holds them."""
+    """Build a task from its JSON fields."""
     return Task(**{**fields, "isolation": {name: tuple(labels) for name, labels in fields["isolation"].items()}})
 
 
@@ -47,8 +47,7 @@ Position = tuple[float, float, float]  # x, y (up) and z, in metres
 
 @dataclass(frozen=True, slots=True)
 class FloorPlan:
-    """What does not move in a world, for agents that are given it: where things stand (None: nobody knows), and where
-    one can stand."""
+    """The fixed layout of a world: positions of things (None: unknown), and positions where an agent can stand."""
 
     things: Mapping[str, Position | None] = field(default_factory=dict)
     reachable: tuple[Position, ...] = ()
@@ -56,8 +55,8 @@ class FloorPlan:
 
 @dataclass(frozen=True, slots=True)
 class TaskSequence:
-    """Tasks to do one after another in one world that is never reset; all of them isolated as the world is. `id` is
-    unique in its environment and split; `family`: what kind of sequence it is."""
+    """Consecutive tasks in one world that is never reset, all with the world's isolation labels. `id` is unique in its
+    environment and split."""
 
     id: str
     scene: str
@@ -68,7 +67,7 @@ class TaskSequence:
 
 
 def sequence_from_json(fields: Mapping[str, Any]) -> TaskSequence:
-    """Return a sequence from its fields as JSON holds them."""
+    """Build a sequence from its JSON fields."""
     plan = fields.get("plan") or {"things": {}, "reachable": ()}
     things = {name: at and _position(at) for name, at in plan["things"].items()}
     found = FloorPlan(things, tuple(map(_position, plan["reachable"])))
@@ -84,21 +83,23 @@ def _position(at: Sequence[float]) -> Position:
 class Observation:
     text: str
     image: "Image | None" = None
-    admissible: tuple[str, ...] | None = None  # None where the benchmark does not enumerate commands
+    admissible: tuple[str, ...] | None = None  # None where the benchmark lists no commands
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
+    """The result of one step."""
+
     observation: Observation
     progress: float  # share of goal conditions met, in [0, 1]
     success: bool
     done: bool
-    truncated: bool = False  # it is over by a limit of the environment's own, not by what was done
+    truncated: bool = False  # ended by a limit of the environment
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One live episode at a time. Stateless between episodes: `reset` starts afresh."""
+    """One live episode at a time; `reset` starts afresh."""
 
     @property
     def name(self) -> str: ...
@@ -106,7 +107,7 @@ class Environment(Protocol):
     def tasks(self, split: str) -> list[Task]:
         """List a split, in an order that does not depend on the file system.
 
-        ValueError for a split that does not exist; the message names those that do.
+        ValueError for an unknown split; the message names the known ones.
         """
         ...
 
@@ -115,7 +116,7 @@ class Environment(Protocol):
     def step(self, action: str) -> Transition: ...
 
     def expert(self) -> list[str] | None:
-        """Commands from the current state to success, near-shortest; None when there is no way or no expert."""
+        """Return near-shortest commands from the current state to success; None without a way or an expert."""
         ...
 
     def close(self) -> None: ...
@@ -126,20 +127,20 @@ class LivingEnvironment(Environment, Protocol):
     """An environment in which one task can follow another in the same world."""
 
     def sequences(self, split: str) -> Sequence[TaskSequence]:
-        """List a split's sequences, always the same ones. Raises ValueError for a split that does not exist."""
+        """List a split's sequences, always the same ones. Raises ValueError for an unknown split."""
         ...
 
     def proceed(self, task: Task) -> Observation:
-        """Go on to another task where the last one left off: world, place and hand stay as they are. The text tells the
-        room's places again, as `reset` does. Raises EnvironmentFailure for a task of another world."""
+        """Start another task in the live world, whose state, agent position and hand stay as they are. The text lists
+        the room's places again, as `reset` does. Raises EnvironmentFailure for a task of another world."""
         ...
 
 
 def living(env: Environment) -> LivingEnvironment:
-    """Return an environment as one in which tasks can follow one another; EnvironmentFailure where they cannot."""
+    """Return an environment whose worlds persist across tasks; EnvironmentFailure for any other."""
     if isinstance(env, LivingEnvironment):
         return env
     raise EnvironmentFailure(
-        f"{env.name} starts every task in a world of its own: sequences of tasks in one world are "
+        f"{env.name} starts every task in a new world: sequences of tasks in one world are "
         "played by household and, with its native engine, alfworld"
     )

@@ -1,6 +1,6 @@
-"""A list of tasks as a fact that can be compared: which tasks, what each must not share, and a hash over all of it.
+"""Manifest of a task list: ids, isolation labels and content hashes, comparable as one hash.
 
-A manifest holds no text of a benchmark: goals and contents go in as digests.
+A manifest holds no text of a benchmark: goals and contents enter as digests.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ FORMAT = 1
 
 
 class ManifestError(ValueError):
-    """A file that is not a whole manifest, or tasks that cannot be one. The message is ready to print."""
+    """A file that is no valid manifest, or tasks that cannot form one. The message is ready to print."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ManifestTask:
     """One task; ids are unique in their split. `digest`: SHA-256 of its goal and of its content's digest, if any."""
 
     id: str
@@ -34,34 +34,32 @@ class Listed:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Tasks of one or several splits, in the order of their ids."""
+    """Tasks of one or several splits, sorted by id."""
 
     benchmark: str
-    tasks: tuple[Listed, ...]
+    tasks: tuple[ManifestTask, ...]
 
     @classmethod
     def of(cls, benchmark: str, tasks: Iterable[Task]) -> Self:
-        """Raise ManifestError for no tasks, or an id that stands for two different ones of one split."""
-        listed: dict[tuple[str, str], Listed] = {}
+        """List tasks. Raises: ManifestError for no tasks, or two different tasks of one split with one id."""
+        listed: dict[tuple[str, str], ManifestTask] = {}
         for task in tasks:
             isolation = {name: tuple(sorted(set(values))) for name, values in sorted(task.isolation.items())}
-            entry = Listed(task.id, task.split, isolation, _sha256([task.goal, task.data.get("sha256", "")]))
+            entry = ManifestTask(task.id, task.split, isolation, _sha256([task.goal, task.data.get("sha256", "")]))
             if listed.setdefault((task.id, task.split), entry) != entry:
                 raise ManifestError(f"two different tasks of {benchmark} {task.split} have the id {task.id!r}")
         if not listed:
-            raise ManifestError(
-                f"there are no tasks of {benchmark} to list: check split, limit and the benchmark's data"
-            )
+            raise ManifestError(f"{benchmark} has no tasks to list: check split, limit and the benchmark's data")
         return cls(benchmark, tuple(listed[key] for key in sorted(listed)))
 
     @property
     def split(self) -> str:
-        """The names of all splits, joined by "+"."""
+        """Return the names of all splits, joined by "+"."""
         return "+".join(sorted({task.split for task in self.tasks}))
 
     @cached_property
     def sha256(self) -> str:
-        """Changes with any id, goal, isolation or content."""
+        """Return a hash of all ids, goals, isolation labels and contents."""
         return _sha256([self.benchmark, [[t.id, t.split, t.isolation, t.digest] for t in self.tasks]])
 
     @property
@@ -69,19 +67,19 @@ class Manifest:
         return frozenset(task.id for task in self.tasks)
 
     def write(self, path: Path) -> None:
-        """Write the same bytes for the same tasks, one task per line; the file appears when it is whole."""
+        """Write one task per line, the same bytes for the same tasks; the file is replaced atomically."""
         head = {"format": FORMAT, "benchmark": self.benchmark, "split": self.split, "sha256": self.sha256}
         lines = ",\n".join(json.dumps(asdict(task), ensure_ascii=False, sort_keys=True) for task in self.tasks)
         write_atomically(path, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n')
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a manifest. Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
+        """Read a manifest. Raises: ManifestError for a missing, invalid or changed file."""
         try:
             data = parse_json(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ManifestError(f"{path} is a manifest of format {data['format']!r}; this version reads {FORMAT}")
-            manifest = cls(str(data["benchmark"]), tuple(map(_listed, data["tasks"])))
+            manifest = cls(str(data["benchmark"]), tuple(map(_task_from_json, data["tasks"])))
             recorded = data["sha256"]
         except OSError as error:
             raise ManifestError(f"no manifest {path}: {error.strerror}; `memcompiler collect` writes one") from None
@@ -94,9 +92,9 @@ class Manifest:
         return manifest
 
 
-def _listed(entry: Mapping[str, Any]) -> Listed:
+def _task_from_json(entry: Mapping[str, Any]) -> ManifestTask:
     isolation = {name: tuple(values) for name, values in entry["isolation"].items()}
-    return Listed(entry["id"], entry["split"], isolation, entry["digest"])
+    return ManifestTask(entry["id"], entry["split"], isolation, entry["digest"])
 
 
 def _sha256(value: object) -> str:

@@ -1,11 +1,11 @@
-"""Any of our environments over HTTP and WebSocket in the OpenEnv protocol, so that other trainers can drive them.
+"""Serve any environment over HTTP and WebSocket in the OpenEnv protocol, so that other trainers can use it.
 
 A session (one WebSocket connection) has an environment of its own. `reset` takes `task` (an id), `index` or `seed`
-(which wraps around); with none of them, sessions take the split's tasks in turn, so that n clients cover it together.
-A step is `{"command": "go to fridge 1"}`. The reward is 1 for the step that succeeds and 0 otherwise; `progress` goes
-along in every observation. Only the split that was named is served: nobody trains on the evaluation split by accident.
+(modulo the number of tasks); without any, sessions take the split's tasks in turn, so that n clients cover it together.
+A step is `{"command": "go to fridge 1"}`. The reward is 1 for the step that succeeds and 0 otherwise; `progress` is in
+every observation. Only the given split is served, so that no client trains on the evaluation split by accident.
 
-Needs the extra `openenv`. There is no authentication: bind to anything but loopback only behind something that has it.
+Needs the extra `openenv`. There is no authentication: bind to a non-loopback address only behind a proxy that has it.
 """
 
 import base64
@@ -30,19 +30,19 @@ LOOPBACK = "127.0.0.1"
 def serve_openenv(
     make_env: Callable[[], Environment], split: str, host: str = LOOPBACK, port: int = 8765, max_sessions: int = 64
 ) -> None:
-    """Serve until interrupted; ValueError for no such split, or one without tasks.
+    """Serve until interrupted; ValueError for an unknown split, or one without tasks.
 
     Clients: `openenv.core.GenericEnvClient(base_url="http://127.0.0.1:8765")`.
     """
     app = openenv_app(make_env, split, max_sessions)
     import uvicorn
 
-    # Pings find clients that vanished, so that their sessions do not stay occupied.
+    # Pings detect lost clients and free their sessions.
     uvicorn.run(app, host=host, port=port, log_level="warning", ws_ping_interval=20, ws_ping_timeout=20)
 
 
 def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: int = 64) -> "FastAPI":
-    """Make the ASGI application behind `serve_openenv`; errors are the same."""
+    """Create the ASGI application of `serve_openenv`; raises the same errors."""
     env = make_env()
     tasks = tuple(env.tasks(split))
     env.close()
@@ -81,12 +81,13 @@ class EpisodeState(types.State):
 
 
 class Session(interfaces.Environment):
-    """One client's episodes. The first reset makes the environment: the protocol also makes sessions to look at them.
+    """One client's episodes. The first reset creates the environment: the protocol also creates sessions for
+    inspection.
 
-    `turns` numbers the resets that choose no task; all sessions share it.
+    `turns` numbers the resets without a chosen task, across all sessions.
     """
 
-    SUPPORTS_CONCURRENT_SESSIONS = True  # nothing is shared but the list of tasks and the turn
+    SUPPORTS_CONCURRENT_SESSIONS = True  # sessions share the task list and the turn counter
 
     def __init__(
         self, make_env: Callable[[], Environment], split: str, tasks: Sequence[Task], turns: Iterator[int]
@@ -116,11 +117,15 @@ class Session(interfaces.Environment):
     def step(self, action: CommandAction, timeout_s: float | None = None) -> TextObservation:
         if self._env is None or self._task is None or self._over:
             raise EnvironmentFailure("no live episode: reset first")
-        made = self._env.step(action.command)
+        transition = self._env.step(action.command)
         self._steps += 1
-        self._over = made.done or made.success
+        self._over = transition.done or transition.success
         return self._shown(
-            made.observation, progress=made.progress, success=made.success, done=self._over, reward=float(made.success)
+            transition.observation,
+            progress=transition.progress,
+            success=transition.success,
+            done=self._over,
+            reward=float(transition.success),
         )
 
     @property
@@ -155,7 +160,7 @@ class Session(interfaces.Environment):
         return self.get_task_range(split)[index]
 
     def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
-        """Say what a client may know of tasks before their episodes."""
+        """List what a client may know of tasks before their episodes."""
         if split != self._split:
             raise IndexError(split)  # the protocol's one error that becomes a 400
         return [

@@ -1,13 +1,13 @@
-"""Environments in worker processes: started when needed, reused between episodes, replaced when they break.
+"""Environments in worker processes: started on demand, reused between episodes, replaced after failures.
 
     homes = WorkerSpec("envs.household.environment:HouseholdEnvironment", {"images": False})
     with EnvironmentPool(homes, size=4) as pool:
         env = pool.lease()  # an `Environment`; run_episodes(pool.lease, jobs, ...) respects the pool's capacity
 
-Every worker leads a process group of its own. One that times out, dies, falls silent or answers garbage is killed with
-its whole group (simulators start processes too), and the episode gets an `EnvironmentFailure` that says what happened;
-the next lease gets a fresh worker, until the restart budget is spent. However the parent ends, its workers end with it:
-by `close`, by garbage collection, at exit, and for every violent end by the kernel (see `worker.die_with_parent`).
+Every worker leads a process group. A worker that times out, dies, stops its heartbeats or answers garbage is killed
+with its group (simulators start processes too), and the episode gets an `EnvironmentFailure` with the reason; the next
+lease gets a new worker, until the restart budget is spent. Workers end with the parent: by `close`, by garbage
+collection, at exit, and after a violent end by the kernel (see `worker.die_with_parent`).
 """
 
 import io
@@ -38,8 +38,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class PoolCounters:
     started: int = 0
-    restarted: int = 0  # started in place of a lost one
-    lost: int = 0  # died by themselves or were killed
+    restarted: int = 0  # replacements of lost ones
+    lost: int = 0  # died or were killed
     killed: int = 0  # of these, killed by the pool
     failures: Counter[str] = field(default_factory=Counter)  # by WorkerFailure.name or the hosted exception's name
 
@@ -51,13 +51,13 @@ def _end_all(workers: set[Worker], patience_s: float, owner: int) -> None:
 
 
 class EnvironmentPool:
-    """At most `capacity` live environments, each in a worker that is started when needed. Thread-safe."""
+    """At most `capacity` live environments, each in a worker started on demand. Thread-safe."""
 
     def __init__(self, spec: WorkerSpec, size: int, limits: PoolLimits | None = None) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, not {size}")
         self.spec, self.capacity, self.limits = spec, size, limits or PoolLimits()
-        self.name = spec.factory.rpartition(":")[2]  # until the first worker says its environment's name
+        self.name = spec.factory.rpartition(":")[2]  # until the first worker reports its environment's name
         self.counters = PoolCounters()
         self._changed = threading.Condition()
         self._workers: set[Worker] = set()
@@ -76,7 +76,7 @@ class EnvironmentPool:
         return Lease(self)
 
     def close(self) -> None:
-        """End all workers: idle ones close their environment first, those in the middle of a call are killed."""
+        """End all workers: idle ones close their environment first, busy ones are killed."""
         with self._changed:
             self._closed = True
             self._idle.clear()
@@ -85,26 +85,26 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids (and group ids) of the live workers."""
+        """Return the process ids (and group ids) of the live workers."""
         with self._changed:
             return sorted(worker.pid for worker in self._workers)
 
     def take(self) -> Worker:
-        """Return a worker at rest or just started (its `name` is None then: say hello first).
+        """Return an idle or new worker (one with `name` None needs `hello` first).
 
-        For `Lease`, which must bring it back by `give_back` or `lose`. EnvironmentFailure where none can be had.
+        For `Lease`, which must return it by `give_back` or `lose`. EnvironmentFailure where none is available.
         """
         while True:
             worker = self._next()
             try:
-                if worker.name is not None:  # the exit of one that was killed shows only after all of its threads': ask
+                if worker.name is not None:  # a killed process may seem alive until its threads end
                     worker.call("ping", lambda *_: None)
                 return worker
             except WorkerFailure as failure:
                 self.lose(worker, failure)
 
     def give_back(self, worker: Worker) -> None:
-        """End a lease, and a worker in the middle of a call or whose environment keeps failing."""
+        """End a lease; end the worker too if it is in a call or its environment keeps failing."""
         if worker.mid_call:
             self.lose(worker, WorkerFailure("abandoned", f"worker {worker.pid} was given up in the middle of a call"))
         elif worker.strikes > 1:
@@ -118,7 +118,7 @@ class EnvironmentPool:
     def lose(self, worker: Worker, failure: WorkerFailure) -> None:
         """Kill a worker that failed its lease."""
         with self._changed:
-            if worker in self._workers:  # the pool has not been closed meanwhile
+            if worker in self._workers:  # false once the pool is closed
                 self._workers.remove(worker)
                 self.counters.killed += worker.child.status is None
                 self._count_lost(failure)
@@ -171,7 +171,7 @@ class EnvironmentPool:
 
 
 class Lease:
-    """An `Environment` whose worker lives in another process, taken at the first call and given back by `close`."""
+    """An `Environment` in a worker process, taken at the first call and returned by `close`."""
 
     in_process = False
 
@@ -179,7 +179,7 @@ class Lease:
         self._pool = pool
         self._worker: Worker | None = None
         self._closed = False
-        self._lock = threading.Lock()  # `close` may come from another thread than the call it cuts short
+        self._lock = threading.Lock()  # another thread may close during a call
 
     @property
     def name(self) -> str:
@@ -203,11 +203,11 @@ class Lease:
             raise
 
     def reset(self, task: Task) -> Observation:
-        """Start an episode, with a fresh worker if this lease has none (any more)."""
+        """Start an episode, with a new worker if this lease has none."""
         return self._call("reset", _observation, task=task_to_json(task))
 
     def proceed(self, task: Task) -> Observation:
-        """Go on to another task in the live world."""
+        """Start another task in the live world."""
         return self._call("proceed", _observation, task=task_to_json(task))
 
     def step(self, action: str) -> Transition:
@@ -217,7 +217,7 @@ class Lease:
         return self._call("expert", lambda value, _: value)
 
     def close(self) -> None:
-        """Give the worker back. One in the middle of a call (of another thread, or interrupted) is killed."""
+        """Return the worker. One in a call (of another thread, or interrupted) is killed."""
         with self._lock:
             self._closed = True
         worker = self._detach()
@@ -230,7 +230,7 @@ class Lease:
             if worker.name is None:
                 worker.hello()
                 self._pool.name = worker.name or ""
-            made = worker.call(name, decode, **arguments)
+            result = worker.call(name, decode, **arguments)
         except WorkerFailure as failure:
             if self._detach() is not None:
                 self._pool.lose(worker, failure)
@@ -241,13 +241,13 @@ class Lease:
             raise
         if name == "step":
             worker.strikes = 0
-        return made
+        return result
 
     def _hold(self, name: str) -> Worker:
-        """Mark the worker as being in a call: a `close` from now on kills it, an earlier one forbids the call."""
+        """Mark the worker as in a call: a later `close` kills it; after an earlier one the call fails."""
         if self._worker is None and name in ("reset", "tasks", "sequences") and not self._closed:
             self._worker = self._pool.take()
-            if self._closed:  # by another thread, which may have found nothing to give back
+            if self._closed:  # by another thread, before this worker was taken
                 self.close()
         with self._lock:
             if self._closed:
@@ -258,7 +258,7 @@ class Lease:
             return self._worker
 
     def _detach(self) -> Worker | None:
-        """Return the worker to whoever is first to part with it."""
+        """Release the worker to the first caller; None for later ones."""
         with self._lock:
             worker, self._worker = self._worker, None
         return worker

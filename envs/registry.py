@@ -1,6 +1,5 @@
-"""All environments by name (ours, registered ones, those of other packages: entry points of the group
-`memcompiler.environments`), and from their settings to themselves.
-"""
+"""Registry of environments by name (built-in, registered, or of the entry point group `memcompiler.environments`), and
+`Environments`, which creates them from settings."""
 
 import sys
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loade
 
 
 def known(name: str) -> EnvSpec | None:
-    """Return the environment of that name, if there is one, for records that may be of anything."""
+    """Return the environment of that name, or None, for records that may name any environment."""
     try:
         return find(name)
     except PluginError:
@@ -46,35 +45,35 @@ def known(name: str) -> EnvSpec | None:
 
 
 def settings_of(value: Any) -> Any:
-    """Return an environment's settings from its name or from a mapping that may hold its name.
+    """Return an environment's settings from its name, or from a mapping that may hold its name.
 
-    ValueError for no such environment, or a setting that it does not have.
+    ValueError for an unknown environment, or a setting that it does not have.
     """
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
-        return value  # settings already, or something that is none: pydantic says so
+        return value  # settings already, or a value that pydantic rejects
     given = {"name": DEFAULT, **value}
     spec = find(str(given["name"]))
-    return spec.settings.model_validate(_without_strangers(spec, given))
+    return spec.settings.model_validate(_without_foreign_defaults(spec, given))
 
 
-def _without_strangers(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what another environment has and what says nothing here: null, or its default there."""
-    fields, kept, strangers = spec.settings.model_fields, dict(given), []
+def _without_foreign_defaults(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop settings of other environments where they are null or have their default."""
+    fields, own, unknown = spec.settings.model_fields, dict(given), []
     for key in given:
         if key in fields:
             continue
         owners = [other for other in loaded() if key in other.settings.model_fields]
         if owners and given[key] in (None, owners[0].settings.model_fields[key].default):
-            del kept[key]
+            del own[key]
         elif owners:
-            strangers.append(f"{key} (of {', '.join(owner.name for owner in owners)})")
+            unknown.append(f"{key} (of {', '.join(owner.name for owner in owners)})")
         else:
-            strangers.append(f"{key}{did_you_mean(key, fields)}")
-    if strangers:
-        raise ValueError(f"environment {spec.name} has no setting {'; '.join(strangers)}")
-    return kept
+            unknown.append(f"{key}{did_you_mean(key, fields)}")
+    if unknown:
+        raise ValueError(f"environment {spec.name} has no setting {'; '.join(unknown)}")
+    return own
 
 
 def default_settings() -> EnvSettings:
@@ -82,48 +81,48 @@ def default_settings() -> EnvSettings:
 
 
 def executor_told(settings: EnvSettings) -> Told:
-    """Return what executors are told about the environment."""
+    """Return the executor's instructions for the environment."""
     return find(settings.name).told
 
 
 def compiler_told(settings: EnvSettings) -> str:
-    """Return what compilers are told about the environment, beside the emission language."""
+    """Return the compiler's instructions for the environment, beside the emission language."""
     return find(settings.name).compiling
 
 
 def reader_of(settings: EnvSettings) -> TrajectoryReader:
-    """Return how the environment's commands read."""
+    """Return the reader of the environment's commands."""
     return find(settings.name).reader
 
 
 def evaluation_split(settings: EnvSettings) -> str:
-    """Return the split that is evaluated where nobody names one."""
+    """Return the default split of evaluations."""
     return find(settings.name).splits(settings).evaluation
 
 
 def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """Return the versions of the packages that the environment comes from, and the hash of our own engine's source
-    (None where it has none). EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
+    """Return the versions of the environment's packages, and the hash of the built-in engine's source (None without
+    one). EmbodiedBench's version is that of its checkout, which settings name."""
     spec = find(name)
     engine = source_sha256(spec.sources) if spec.sources else None
     return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
 
 
-# The type of a setting `env`: which of the environments' settings it is follows from its name.
+# Type of a setting `env`: the name selects the class of settings.
 AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings_of)]
 
 
 class Environments:
-    """Where a run's environments come from: this process where a step takes microseconds, else a pool of workers.
+    """The source of a run's environments: this process where a step takes microseconds, otherwise a pool of workers.
 
-    `lease` gives one environment for one episode; hand it to `run_episodes`, which never takes more than `capacity`.
-    Nothing is started before the first lease: EmbodiedBench's tasks are listed without EmbodiedBench.
+    `lease` returns one environment for one episode; hand it to `run_episodes`, which never takes more than `capacity`.
+    The first lease starts the pool: EmbodiedBench's tasks are listed without EmbodiedBench.
     """
 
     def __init__(self, settings: EnvSettings) -> None:
         self.settings, self.spec = settings, find(settings.name)
         self._workers = self.spec.workers(settings) if settings.workers is None else settings.workers
-        self.capacity = self._workers or sys.maxsize  # how many may be in an episode at once
+        self.capacity = self._workers or sys.maxsize  # concurrent episodes
         self._tasks: dict[str, list[Task]] = {}  # by split: listing thousands of games takes seconds
         self._pool: EnvironmentPool | None = None
 
@@ -136,7 +135,7 @@ class Environments:
     def lease(self) -> Environment:
         """Return an environment for one episode.
 
-        FileNotFoundError or ModuleNotFoundError where what it needs is not installed; the message says what.
+        FileNotFoundError or ModuleNotFoundError where a requirement is not installed; the message names it.
         """
         if self._pool is not None:
             return self._pool.lease()
@@ -147,15 +146,15 @@ class Environments:
         return self._pool.lease()
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split, in an order that does not change; ValueError for none, FileNotFoundError without its data."""
+        """List a split, in a fixed order; ValueError for an unknown one, FileNotFoundError without its data."""
         if split not in self._tasks:
             listed = self.spec.list_tasks(self.settings, split)
-            self._tasks[split] = self._ask(split) if listed is None else listed
+            self._tasks[split] = self._list(split) if listed is None else listed
         return list(self._tasks[split])
 
     def sequences(self, split: str) -> list[TaskSequence]:
-        """List a split's sequences of tasks in one world. Raises: as `tasks`; EnvironmentFailure where worlds do not go
-        on."""
+        """List a split's sequences of tasks in one world. Raises: as `tasks`; EnvironmentFailure where worlds do not
+        persist."""
         env = self.lease()
         try:
             return list(living(env).sequences(split))
@@ -167,7 +166,7 @@ class Environments:
         if self._pool:
             self._pool.close()
 
-    def _ask(self, split: str) -> list[Task]:
+    def _list(self, split: str) -> list[Task]:
         env = self.lease()
         try:
             return env.tasks(split)

@@ -1,6 +1,6 @@
-"""What the rest of the system knows of an environment: its settings and one `EnvSpec`, in the environment's own folder.
+"""The description of an environment for the rest of the system: its settings and one `EnvSpec`.
 
-Importing a spec must be quick: whatever needs torch, numpy or a simulator is imported by the factory that it names.
+Importing a spec must be quick: the factory that it names imports torch, numpy or a simulator.
 """
 
 import hashlib
@@ -21,53 +21,52 @@ from envs.base import Task
 from envs.trajectories import TrajectoryReader
 from runtime.settings import Seed, Settings
 
-# What training and evaluation must not share, by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
-# sides. novel: evaluation has values that training lacks (and may share others).
+# Isolation rule by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
+# sides. novel: evaluation also has values that training lacks.
 Rule = Literal["disjoint", "novel"]
 
-# What executors are told where an environment says nothing of its own: no commands, so that these are listed below it.
+# Default instructions of executors: without commands, which are therefore listed below them.
 INSTRUCTIONS = """You are an agent with a goal. Each turn you see where you are and what is there. Answer with exactly \
 one command and nothing else."""
 
 
 class EnvSettings(Settings):
-    """What every environment can be told; each adds its own. `env: alfworld` is short for `env: {name: alfworld}`."""
+    """Settings of every environment; each adds its own. `env: alfworld` is short for `env: {name: alfworld}`."""
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"workers"})  # settings that say where and how it runs, not what happens
+    HOW: ClassVar[frozenset[str]] = frozenset({"workers"})  # settings that do not affect results
 
     name: str
-    workers: int | None = Field(default=None, ge=0)  # processes that play; 0: this one (default: by environment)
+    workers: int | None = Field(default=None, ge=0)  # worker processes; 0: this process (default: by environment)
     images: bool = True
-    seed: Seed = 0  # of what the environment makes itself: another seed is another set of scenes
+    seed: Seed = 0  # of generated scenes
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Which tasks are for what."""
+    """The roles of an environment's splits."""
 
-    evaluation: str  # what is evaluated where nobody says
-    held_out: tuple[str, ...] = ()  # nothing may be learnt from these; `leakage.held_out` names others
-    # What may fill a bank, by the benchmark's isolation rule. From the split that is played to the one whose tasks the
-    # expert plays: those alone that share scene or task type with a task that is played, or (None) all of them. A task
-    # never reads its own episode.
+    evaluation: str  # the default split of evaluations
+    held_out: tuple[str, ...] = ()  # must not be learned from; `leakage.held_out` adds others
+    # The split whose tasks the expert plays to fill the bank for a played split, by the benchmark's isolation rule:
+    # those that share scene or task type with a played task, or (None) all. A task never reads its own episode.
     experience: Callable[[str], str] = lambda split: "train"
     related: Literal["scene", "kind"] | None = None
-    per_kind: int | None = None  # so many of each task type, where the expert takes its time (default: all)
+    per_kind: int | None = None  # most tasks of each type, where the expert is slow (default: all)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker hosts and in which Python."""
+    """The object a worker hosts, and its interpreter."""
 
     factory: str  # "module:Class"; the repository is put on the worker's PYTHONPATH only if the module is in it
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory, JSON-ready
-    python: str | None = None  # interpreter (3.9 or newer) to start; None for this one
-    env: Mapping[str, str] = field(default_factory=dict)  # environment variables to add
+    python: str | None = None  # interpreter (3.9 or newer); None: this one
+    env: Mapping[str, str] = field(default_factory=dict)  # additional environment variables
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How long each call may take, in seconds, and how many workers may be replaced before the pool gives up."""
+    """Time limits of each call in seconds, and how many workers may be replaced."""
 
     start_s: float = 180.0
     tasks_s: float = 180.0
@@ -75,26 +74,28 @@ class PoolLimits:
     reset_s: float = 120.0
     proceed_s: float = 120.0
     step_s: float = 60.0
-    ping_s: float = 60.0  # of a worker at rest, before it is used again
+    ping_s: float = 60.0  # of an idle worker before reuse
     expert_s: float = 120.0
     close_s: float = 5.0
-    lease_s: float = 600.0  # how long a lease waits for a worker to come free
-    beat_s: float = 1.0  # between signs of life while a call runs
-    silence_s: float = 30.0  # without any sign of life: stopped. Above what a C call may hold the interpreter's lock
+    lease_s: float = 600.0  # wait of a lease for a free worker
+    beat_s: float = 1.0  # interval of heartbeats while a call runs
+    silence_s: float = 30.0  # without a heartbeat: stopped (C calls may hold the interpreter's lock for long)
     restarts: int = 100
 
 
 class Missing(Exception):
-    """The part is not there (which for an extra is no fault)."""
+    """A part that is not installed (no fault for an optional one)."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A look at a part of the installation, for `memcompiler doctor`. It travels to another process."""
+    """A check of one part of the installation, for `memcompiler doctor`. Picklable."""
 
     name: str
-    run: Callable[[], str]  # of a module (or a partial of one): a detail; raises `Missing`, or else it is broken
-    fix: str = ""  # a command to paste in the repository's folder
+    # A module-level function (or a partial of one) that returns a detail; it raises `Missing` where the part is not
+    # installed, another exception where it is broken.
+    run: Callable[[], str]
+    fix: str = ""  # shell command to run in the repository
     core: bool = True
     seconds: float = 120.0
 
@@ -107,7 +108,7 @@ def is_installed(module: str, distribution: str | None = None) -> str:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those distributions that are installed."""
+    """Return the versions of the installed ones among these distributions."""
     versions = {}
     for name in dict.fromkeys(distributions):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -116,14 +117,14 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def imports(module: str, distribution: str | None = None) -> str:
-    """Return the distribution's version after importing the module."""
+    """Import a module, and return its distribution's version."""
     version = is_installed(module, distribution)
     importlib.import_module(module)
     return version
 
 
 def source_sha256(modules: Iterable[str]) -> str:
-    """Hash the text of modules (of a package, its own files). Raises: ModuleNotFoundError."""
+    """Hash the source of modules (for a package, its own files). Raises: ModuleNotFoundError."""
     paths = [path for module in modules for path in _files(module)]
     text = json.dumps([[path.name, path.read_text(encoding="utf-8")] for path in paths], sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -138,55 +139,55 @@ def _files(module: str) -> list[Path]:
 
 
 def sync(extra: str = "") -> str:
-    """Return the command that installs the locked packages, with those of an extra; by the uv that `make` uses."""
+    """Return the command that installs the locked packages, with those of an extra, by the uv that `make` uses."""
     uv = "uv" if shutil.which("uv") else ".uv/bin/uv"
     return f"{uv} sync --inexact" + (f" --extra {extra}" if extra else "")
 
 
 def last_view(actions: Sequence[str]) -> Sequence[int]:
-    """Name the last step: what was seen when the episode's last command was given."""
+    """Return the index of an episode's last step."""
     return range(len(actions))[-1:]
 
 
 class Told(NamedTuple):
-    """What an executor is told about an environment (`executor.instructions: full`), under every delivery alike."""
+    """An executor's instructions for an environment (`executor.instructions: full`), the same under every delivery."""
 
     instructions: str
-    lists_commands: bool = False  # the commands that are possible stand below them
+    lists_commands: bool = False  # list the admissible commands below them
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """One environment. The functions are given its settings."""
+    """One environment. Its functions receive its settings."""
 
     name: str
     settings: type[EnvSettings]
-    construct: Callable[[Any], WorkerSpec]  # how to make it, here or in a worker
+    construct: Callable[[Any], WorkerSpec]  # factory and arguments, for this process or a worker
     splits: Callable[[Any], Splits]
-    workers: Callable[[Any], int] = lambda _: 0  # that play where the settings do not say: none for quick steps
-    limits: PoolLimits | None = None  # of its workers; None for the pool's own
-    expert: bool = True  # False where nobody knows the way: no bank fills itself then, and endpoints teach
-    # A split's tasks without the environment; None where only the environment can list them.
+    workers: Callable[[Any], int] = lambda _: 0  # default number of workers; 0 where steps are quick
+    limits: PoolLimits | None = None  # of its workers; None: the pool's defaults
+    expert: bool = True  # False: no expert to fill banks; endpoints teach instead
+    # Lists a split's tasks without starting the environment; None where only the environment can.
     list_tasks: Callable[[Any, str], list[Task] | None] = lambda settings, split: None
-    isolation: Mapping[str, Rule] = field(default_factory=dict)  # what every task must have; others must be disjoint
-    packages: tuple[str, ...] = ()  # whose versions a result depends on
-    sources: tuple[str, ...] = ()  # modules or packages of ours whose text is the engine's version
-    extra: str = ""  # of pyproject.toml, which installs it
-    probes: Callable[[], Sequence[Probe]] = tuple  # the fix of one that names none is to install the extra
-    refusals: tuple[str, ...] = ()  # how an answer begins that refuses the action
-    # What executors are told: what the agent is, the forms of its commands, that one is the whole answer.
+    isolation: Mapping[str, Rule] = field(default_factory=dict)  # of every task; other dimensions must be disjoint
+    packages: tuple[str, ...] = ()  # results record their versions
+    sources: tuple[str, ...] = ()  # own modules or packages whose source hash is the engine's version
+    extra: str = ""  # the extra of pyproject.toml that installs it
+    probes: Callable[[], Sequence[Probe]] = tuple  # default fix of a probe: install the extra
+    refusals: tuple[str, ...] = ()  # prefixes of answers that refuse an action
+    # Instructions of executors: the agent, the forms of its commands, and to answer with exactly one.
     instructions: str = INSTRUCTIONS
-    # Whether the possible commands are listed below: where they are a scene's skills, whose names nobody could guess.
+    # Whether the admissible commands are listed below, as for a scene's skills, whose names cannot be guessed.
     # (Default: where `instructions` names none.)
     lists_commands: bool | None = None
-    # What compilers are told beside the emission language: the agent, what its memory holds, what to say and to note.
+    # Instructions of compilers beside the emission language: the agent, its memory, what to say and to note.
     compiling: str = ""
-    # From an episode's commands to the steps whose views its memory entry keeps, the most telling first.
+    # Indices of the steps whose views a memory entry stores, from an episode's commands, the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
-    reader: TrajectoryReader = field(default_factory=TrajectoryReader)  # of its commands, for teachers
+    reader: TrajectoryReader = field(default_factory=TrajectoryReader)  # reads its commands, for teachers
 
     @property
     def told(self) -> Told:
-        """What executors are told, as they take it."""
+        """Return the executor's instructions."""
         lists = self.lists_commands
         return Told(self.instructions, self.instructions == INSTRUCTIONS if lists is None else lists)

@@ -1,7 +1,7 @@
-"""How a teacher reads an environment's commands and answers: what an episode shows about where things are done.
+"""Command readers: what an environment's commands and observations say about places, for teachers.
 
-A `TrajectoryReader` belongs to an environment (`EnvSpec.reader`). The one here knows no command language: of other
-episodes it carries over nothing but the order in which commands were given, which serves any environment.
+A `TrajectoryReader` belongs to an environment (`EnvSpec.reader`). The one here knows no command language: from other
+episodes it takes only the order of commands, which serves any environment.
 """
 
 import re
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Where an episode found or did something: need "find mug", place "cabinet 2"."""
+    """A need and the place where an episode met it: need "find mug", place "cabinet 2"."""
 
     need: str
     place: str
 
 
 class TrajectoryReader:
-    """Reads commands (of plans and of past episodes) and the environment's answers. Stateless."""
+    """Reader of commands (of plans and past episodes) and observations. Stateless."""
 
-    alike = False  # scenes are alike: a place in one says where to look in another (`likes`)
-    follows_recipes = True  # the next command of a plan is worth saying where past episodes give it at the same point
+    alike = False  # scenes are alike: a place in one suggests where to look in another (`likes`)
+    follows_recipes = True  # guidance may give a plan's next command where past episodes did the same
 
     def related(self, goal: str, other: str) -> bool:
-        """Tell whether an episode of another goal says anything about this one's."""
+        """Return whether an episode of another goal is informative about this goal."""
         return True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
@@ -32,48 +32,47 @@ class TrajectoryReader:
         return []
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return what the plan is on its way to, and where; None where its next subgoal is no matter of place."""
+        """Return the plan's next need and its place; None where its next subgoal needs no place."""
         return None
 
     def broader(self, need: str) -> str:
-        """Return the kind of need, for which an episode without this very one may speak; "" for none."""
+        """Return the kind of a need, to use where no episode met it exactly; "" for none."""
         return ""
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
-        """List what is left to do, as the Brief State names it, in words of the goal or of `shown` (commands of past
-        episodes) alone."""
+        """List the remaining subgoals in words of the goal or of `shown` (commands of past episodes)."""
         return last_of_each(command for command in plan if command in shown)
 
     def steps(self, actions: Sequence[str]) -> list[str]:
-        """Leave out what only looks or walks: a recipe's steps."""
+        """Return the steps of a recipe: the commands that do more than look or walk."""
         return list(actions)
 
     def shape(self, command: str) -> str:
-        """Return what a command shares with its likes in other episodes."""
+        """Return a command's form, which similar commands of other episodes share."""
         return re.sub(r"\d+", "#", command)
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
-        """Return the places at which the agent is known to be."""
+        """Return the places where the agent is known to be."""
         return frozenset()
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the place that is seen to hold nothing that meets the need; "" where the view does not say so."""
+        """Return the visible place that holds nothing for the need; "" where the view does not show it."""
         return ""
 
     def filled(self, action: str) -> tuple[str, str]:
-        """Return the place that an action put something in, and the thing, as `thing` names it; ("", "") for none."""
+        """Return (place, thing) of an action that puts something somewhere; ("", "") for others."""
         return "", ""
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that have been looked into in vain."""
+        """Return the places that were searched in vain."""
         return frozenset()
 
     def likes(self, place: str, text: str) -> list[str]:
-        """List the places that `text` names of the kind of a place in another scene; [] where scenes are not alike."""
+        """List the places in `text` of the same kind as a place of another scene; [] where scenes differ."""
         return []
 
     def thing(self, need: str) -> str:
-        """Return what the Brief State notes as missing from a place."""
+        """Return the Brief State's word for what a place lacks."""
         return need
 
     def way(self, place: str) -> str:
@@ -81,15 +80,15 @@ class TrajectoryReader:
         return f"go to {place}"
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Say a fact in words."""
+        """Write a fact as a sentence."""
         where = f"{need}: at {place}"
         return f"in {scene} {where}" if scene else where
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Say why an episode succeeded: what a later one looks up. "" where its commands say all."""
+        """Write why an episode succeeded, for later look-ups; "" where its commands suffice."""
         return ""
 
 
 def last_of_each(names: Iterable[str]) -> list[str]:
-    """Keep the last of equal ones, in order, so that the rest of a plan is the end of the plan's own list."""
+    """Keep the last of equal names, in order, so that the rest of a plan is a suffix of its list."""
     return list(dict.fromkeys(reversed(list(names))))[::-1]

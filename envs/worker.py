@@ -1,9 +1,9 @@
-"""One environment in a process, and if need be an interpreter, of its own.
+"""A worker process that hosts one environment, possibly under another interpreter.
 
     PYTHON envs/worker.py --factory module:Class --arguments '{"seed": 0}' --socket FD
 
-`envs.pool` starts it so; nobody else needs to. Only the standard library is imported here, and Python 3.9 is enough, so
-that a simulator pinned to an old interpreter can be hosted there. The hosted object is an environment of ours
+`envs.pool` starts it. Only the standard library is imported here, and Python 3.9 is enough, so
+that a simulator pinned to an old interpreter can be hosted there. The hosted object is an environment
 (`envs.base.Environment`) or, where `envs.base` cannot be imported or its attribute `plain` is true, a plain object:
 
     tasks(split) -> dicts with the fields of `envs.base.Task`
@@ -15,7 +15,7 @@ that a simulator pinned to an old interpreter can be hosted there. The hosted ob
 
 Frames on the socket, in both directions: the mark, the length of a JSON object, the object, and the blobs (PNG
 pictures) whose lengths the object lists. A request is {"call": name, ...}, its answer {"ok": value} or {"error":
-{"type", "message"}}; the first answer is for the start. While a call runs {"beat": true} comes every few moments, which
+{"type", "message"}}; the first answer reports the start. During a call {"beat": true} comes every few moments, which
 tells a slow worker from a stopped one.
 """
 
@@ -49,19 +49,19 @@ Value = tuple[Any, list[bytes]]  # a JSON-ready answer and the pictures that it 
 
 
 class FrameError(RuntimeError):
-    """What came is no frame, or is one over the limit."""
+    """An invalid frame, or one over the size limit."""
 
 
 class Channel:
-    """Frames over a socket; both ends use it. Not thread-safe: each end has one reader and guards its writers."""
+    """Frames over a socket, for both ends. Not thread-safe: each end has one reader and guards its writers."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, bytearray()
 
     def send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
-        """Send one frame, before the moment `until` (of `time.monotonic`, seconds).
+        """Send one frame before `until` (`time.monotonic` seconds).
 
-        FrameError where it is over the limit (nothing was sent), OSError for a time-out or where the other end is gone.
+        FrameError for a frame over the limit (nothing is sent), OSError for a time-out or a closed connection.
         """
         body = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
         _check_size(len(body) + sum(map(len, blobs)))
@@ -108,26 +108,26 @@ def _check_size(size: int) -> None:
 
 
 def field(record: Any, name: str, *default: Any) -> Any:
-    """Return a field of a dict or an attribute of a record; without a default it must exist."""
+    """Return a dict's item or a record's attribute; without a default it must exist."""
     if isinstance(record, Mapping):
         return record.get(name, *default) if default else record[name]
     return getattr(record, name, *default)
 
 
 def task_to_json(task: Any) -> dict[str, Any]:
-    """Turn a task, ours or a dict, into a JSON-ready dict."""
+    """Convert a `Task` or a dict to a JSON-ready dict."""
     isolation = {key: list(labels) for key, labels in field(task, "isolation", {}).items()}
     texts = {name: field(task, name, "") for name in TEXT_FIELDS}
     return {**texts, "data": dict(field(task, "data", {})), "isolation": isolation}
 
 
 def plan_to_json(plan: Any) -> dict[str, Any]:
-    """Turn a floor plan, ours or a dict, into a JSON-ready dict."""
+    """Convert a `FloorPlan` or a dict to a JSON-ready dict."""
     return {"things": dict(field(plan, "things", {})), "reachable": list(field(plan, "reachable", ()))}
 
 
 def png(image: Any) -> bytes:
-    """Turn a picture into PNG, unless it is one."""
+    """Encode a picture as PNG, unless it is one."""
     if isinstance(image, (bytes, bytearray)):
         if not image.startswith(PNG_MARK):
             raise TypeError("image bytes must be PNG")
@@ -135,11 +135,11 @@ def png(image: Any) -> bytes:
     if not callable(getattr(image, "save", None)):
         raise TypeError(f"image must be PNG bytes, a PIL image or None, not {type(image).__name__}")
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", compress_level=1)  # loopback is faster than zlib's best
+    image.save(buffer, format="PNG", compress_level=1)  # loopback is faster than strong compression
     return buffer.getvalue()
 
 
-class Hosted:
+class HostedEnvironment:
     """The hosted object, with answers as JSON and pictures."""
 
     def __init__(self, inner: Any) -> None:
@@ -177,20 +177,20 @@ class Hosted:
         return task_from_json(task)
 
     def _living(self) -> Any:
-        """Return the hosted object where one task can follow another in its world."""
+        """Return the hosted object if its worlds persist across tasks."""
         if not callable(getattr(self.inner, "proceed", None)):
-            raise RuntimeError(f"{type(self.inner).__name__} starts every task in a world of its own")
+            raise RuntimeError(f"{type(self.inner).__name__} starts every task in a new world")
         return self.inner
 
     def step(self, action: str) -> Value:
-        made = self.inner.step(action)
-        observation, blobs = self._observation(field(made, "observation"))
+        transition = self.inner.step(action)
+        observation, blobs = self._observation(field(transition, "observation"))
         return {
             "observation": observation,
-            "progress": float(field(made, "progress")),
-            "success": bool(field(made, "success")),
-            "done": bool(field(made, "done")),
-            "truncated": bool(field(made, "truncated", False)),
+            "progress": float(field(transition, "progress")),
+            "success": bool(field(transition, "success")),
+            "done": bool(field(transition, "done")),
+            "truncated": bool(field(transition, "truncated", False)),
         }, blobs
 
     def expert(self) -> Value:
@@ -209,29 +209,29 @@ class Hosted:
         return {"text": str(field(observation, "text")), "admissible": commands, "image": bool(blobs)}, blobs
 
 
-class Line:
-    """The worker's end of the channel: answers calls, and beats while one runs."""
+class CallServer:
+    """The worker's end of the channel: answers calls, and sends heartbeats during a call."""
 
     def __init__(self, channel: Channel, beat_s: float) -> None:
         self._channel, self._beat_s, self._lock, self._busy = channel, beat_s, threading.Lock(), False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def answer(self, call: Callable[[], Value]) -> bool:
-        """Run a call and send its answer. An exception is an answer too: False is returned for it."""
+        """Run a call and send its result. An exception is sent as an error, and False returned."""
         self._busy = True
         try:
             value, blobs = call()
             self._reply({"ok": value}, blobs)
             return True
-        except Exception as error:  # the environment's, or an answer that is no JSON or too large
-            traceback.print_exc()  # the whole story goes to stderr, whose last words the pool keeps
+        except Exception as error:  # of the environment, or of encoding the answer
+            traceback.print_exc()  # the pool reports the end of stderr
             self._reply({"error": {"type": type(error).__name__, "message": str(error)[:4000]}})
             return False
 
     def _reply(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         with self._lock:
             self._channel.send(header, blobs)
-            self._busy = False  # under the lock: no beat may follow the answer
+            self._busy = False  # under the lock, so that no heartbeat follows the answer
 
     def _beat(self) -> None:
         parent = os.getppid()
@@ -247,44 +247,45 @@ class Line:
 
 
 def end_group() -> None:
-    """End this process and all that the hosted environment has started."""
+    """End this process and its process group."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill the whole group when the parent is gone, however it went and whatever we do then.
+    """Have the kernel kill the whole group when the parent is gone, however it ended.
 
     Standard input is a pipe that the parent holds open and never writes to. Its end raises a signal that the kernel
     sends (Linux); a group that is stopped or holds the interpreter's lock dies too. (PR_SET_PDEATHSIG would spare the
-    grandchildren, and strike when the *thread* that started us ends.) Elsewhere the socket and the parent's id tell us.
+    grandchildren, and fire when the thread that started this process ends.) Elsewhere the socket and the parent's id
+    serve.
     """
     import fcntl
 
     lifeline = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing that the environment starts reads from, or keeps, the line
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # child processes must not inherit the pipe
     if hasattr(fcntl, "F_SETSIG") and os.getpgrp() == os.getpid():
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def serve(channel: Channel, line: Line, factory: str, arguments: str) -> int:
-    """Build the environment, then answer calls until `close`; returns the exit status."""
+def serve(channel: Channel, server: CallServer, factory: str, arguments: str) -> int:
+    """Build the environment, then answer calls until `close`; return the exit status."""
     calls: dict[str, Callable[..., Value]] = {}
 
     def start() -> Value:
-        hosted = Hosted(pkgutil.resolve_name(factory)(**json.loads(arguments)))
+        hosted = HostedEnvironment(pkgutil.resolve_name(factory)(**json.loads(arguments)))
         calls.update({name: getattr(hosted, name) for name in CALLS})
         return hosted.ping()
 
-    if not line.answer(start):
+    if not server.answer(start):
         return 1
     while True:
         request, _ = channel.receive()
         name = request.pop("call")
-        line.answer(functools.partial(calls[name], **request))
+        server.answer(functools.partial(calls[name], **request))
         if name == "close":
             return 0
 
@@ -297,13 +298,13 @@ def main() -> int:
     parser.add_argument("--beat", type=float, default=1.0, help="seconds between signs of life while a call runs")
     options = parser.parse_args()
     here = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # "base" is no top-level module
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # no top-level modules here
     die_with_parent()
     os.set_inheritable(options.socket, False)
     channel = Channel(socket.socket(fileno=options.socket))
     try:
-        return serve(channel, Line(channel, options.beat), options.factory, options.arguments)
-    except (EOFError, OSError):  # the parent is gone
+        return serve(channel, CallServer(channel, options.beat), options.factory, options.arguments)
+    except (EOFError, OSError):  # the parent has ended
         end_group()
         raise
 

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: start, call, tell how it failed, end. `envs.pool` is what to use."""
+"""The parent's side of one worker process: start, call, report failures, end. Use `envs.pool` instead."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class WorkerFailure(EnvironmentFailure):
-    """A worker broke and was killed. `name`: start | timeout | died | silent | garbled | abandoned | faulty."""
+    """A worker failed and was killed. `name`: start | timeout | died | silent | garbled | abandoned | faulty."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class WorkerFailure(EnvironmentFailure):
 
 
 class HostedError(EnvironmentFailure):
-    """The hosted environment raised; its worker lives on. `type`: the exception's name there."""
+    """The hosted environment raised, and its worker is still usable. `type`: name of the exception there."""
 
     def __init__(self, type: str, call: str, message: str) -> None:
         super().__init__(message if type == "EnvironmentFailure" else f"{type} in {call}: {message}")
@@ -38,13 +38,13 @@ class HostedError(EnvironmentFailure):
 
 
 class Worker:
-    """The parent's side of one worker process, one call at a time; WorkerFailure where there is no such interpreter."""
+    """One worker process, which serves one call at a time; WorkerFailure if the interpreter does not start."""
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
         self.limits = limits
-        self.name: str | None = None  # the environment's, once it is built
-        self.mid_call = True  # True also after a call was interrupted: the stream is out of step then
-        self.strikes = 0  # errors of the hosted environment since it last made a step
+        self.name: str | None = None  # of the environment, once it is built
+        self.mid_call = True  # also after an interrupted call, whose answer would be read by the next
+        self.strikes = 0  # errors of the hosted environment since its last successful step
         ours, theirs = socket.socketpair()
         command = [
             spec.python or sys.executable,
@@ -59,7 +59,7 @@ class Worker:
             str(limits.beat_s),
         ]
         try:
-            # Leased from any thread, so the end of ours must not be the worker's: it watches its lifeline.
+            # Any thread may start a worker, and its end must not end the worker: hence the lifeline.
             self.child = ChildProcess(
                 command,
                 name="worker",
@@ -77,7 +77,8 @@ class Worker:
         self._sock, self._channel = ours, Channel(ours)
 
     def hello(self) -> None:
-        """Wait until the environment is built. Raises WorkerFailure: "start" if the factory raised; else as `call`."""
+        """Wait until the environment is built. Raises WorkerFailure: "start" if the factory raised; otherwise as
+        `call`."""
         try:
             self.name = str(self._answer("start", time.monotonic() + self.limits.start_s)[0]["name"])
         except HostedError as error:
@@ -86,7 +87,7 @@ class Worker:
     def call(self, name: str, decode: Callable[[Any, list[bytes]], T], **arguments: Any) -> T:
         """Make one call and decode its answer.
 
-        HostedError where the environment raised, and lives on; WorkerFailure where the worker is to be ended.
+        HostedError where the environment raised; WorkerFailure where the worker must be ended.
         """
         limit_s = getattr(self.limits, f"{name}_s")
         deadline = time.monotonic() + limit_s
@@ -103,12 +104,12 @@ class Worker:
         value, blobs = self._answer(name, deadline)
         try:
             return decode(value, blobs)
-        except Exception as error:  # whatever a picture or record may hold: garbage is garbage
+        except Exception as error:  # any content may come from a broken worker
             what = f"sent an answer that is not as agreed ({error!r})"
             raise self._failure("garbled", what, name) from error
 
     def _answer(self, name: str, deadline: float) -> tuple[Any, list[bytes]]:
-        heard = name != "start"  # an interpreter that is being started gives no signs of life yet
+        heard = name != "start"  # no heartbeats before the interpreter runs
         header: dict[str, Any] = {"beat": True}
         blobs: list[bytes] = []
         while "beat" in header:
@@ -132,7 +133,7 @@ class Worker:
         return header.get("ok"), blobs
 
     def ask_to_close(self) -> None:
-        """Let an idle environment clean up and leave, without waiting for it."""
+        """Ask an idle environment to clean up and exit, without waiting."""
         try:
             if not self.mid_call:
                 self._channel.send({"call": "close"}, until=time.monotonic() + 0.1)
@@ -142,7 +143,7 @@ class Worker:
         self.child.terminate()
 
     def hang_up(self) -> None:
-        """Close the channel; a thread that still waits for an answer wakes up."""
+        """Close the channel; a thread waiting for an answer wakes up."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -153,7 +154,7 @@ class Worker:
         return WorkerFailure(name, said + self.child.last_words())
 
     def _exit(self) -> str:
-        """Say how the process ended. Its socket closes a moment before that is known."""
+        """Describe how the process ended. Its socket closes slightly earlier."""
         self.child.wait(3.0)
         return "ended by the pool" if self.child.reaped else self.child.ending or "closed its socket"
 
@@ -168,7 +169,7 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 
 
 def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
-    """End workers together: politely for `patience_s`, then SIGTERM, then SIGKILL; all their groups are gone after."""
+    """End workers together: a close request for `patience_s`, then SIGTERM, then SIGKILL for their process groups."""
     everyone = list(workers)
     children = [worker.child for worker in everyone]
     if patience_s:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any
 
-from envs.household.lying import carried, likelihood
+from envs.household.placement_prior import carried, likelihood
 from envs.household.telling import kind
 from envs.household.trajectories import PUT, TAKE
 from envs.household.vocabulary import ITEM_TYPES, TRAITS

@@ -1,4 +1,4 @@
-"""Commands around environments: generated homes as games, the OpenEnv server, the native engine beside TextWorld."""
+"""Commands around environments: export of generated homes, sequences, the OpenEnv server, parity with TextWorld."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,11 +20,11 @@ Games = Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. 
 def env_export(
     settings: "CollectConfig",
     split: Annotated[str, typer.Option(help="Split of the generated scenes to write.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks (default: all).")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="An ALFWORLD_DATA folder to make.")] = Path("out/alfworld"),
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of tasks (default: all).")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="ALFWORLD_DATA folder to create.")] = Path("out/alfworld"),
 ) -> None:
-    """Write a generated split as ALFWorld games, which alfworld and TextWorld play too (extra `alfworld`). Settings as
-    for collect: env.seed, env.scenes, env.kinds."""
+    """Write a generated split as ALFWorld games, playable by alfworld and TextWorld (extra `alfworld`). Settings as for
+    collect: env.seed, env.scenes, env.kinds."""
     from configs.load import ConfigError
     from envs.alfworld.export import export_split
     from envs.household.environment import HouseholdEnvironment
@@ -44,7 +44,7 @@ def env_export(
 def env_sequences(
     settings: "EvalConfig", out: Annotated[Path | None, typer.Option("--out", "-o", help="Manifest to write.")] = None
 ) -> None:
-    """List the sequences of tasks in one world that settings ask for (env, env.sequences, split): how many, their tasks
+    """List the sequences of tasks in one world for the settings env, env.sequences and split: their number, their tasks
     as a manifest, and its hash."""
     from collections import Counter
 
@@ -70,35 +70,35 @@ def env_serve(
     settings: "CollectConfig",
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
-    sessions: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 64,
+    sessions: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 64,
 ) -> None:
     """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
-    no authentication: keep to loopback."""
+    no authentication: bind to loopback."""
     from envs.openenv_server import serve_openenv
     from envs.registry import Environments
 
     with Environments(settings.env) as envs:
-        serve_openenv(envs.lease, settings.split, host, port, min(sessions, envs.capacity))
+        serve_openenv(envs.lease, settings.split, host=host, port=port, max_sessions=min(sessions, envs.capacity))
 
 
 def parity(
     games: Games,
     steps: Annotated[int, typer.Option(min=1, help="Commands to compare, over all games.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the games' order and of the walks.")] = 0,
-    per_game: Annotated[int, typer.Option(min=1, help="Commands in each game.")] = 400,
+    per_game: Annotated[int, typer.Option(min=1, help="Commands per game.")] = 400,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
+    plain: Annotated[bool, typer.Option(help="Use unchanged TextWorld, without memoised parsers.")] = False,
 ) -> None:
     """Play the same commands in TextWorld and in the native engine; exit 1 if any answer differs."""
-    from envs.alfworld.parity import Compared, by_kind, compare, find_games
+    from envs.alfworld.parity import ParityReport, by_kind, compare, find_games
     from runtime.progress import progress
 
-    total = Compared()
+    total = ParityReport()
     with progress("parity", -(-steps // per_game)) as advance:
-        for compared in compare(find_games(games), steps, seed, per_game, jobs, plain):
-            for difference in compared.differences:
+        for report in compare(find_games(games), steps, seed=seed, per_game=per_game, jobs=jobs, plain=plain):
+            for difference in report.differences:
                 typer.echo(str(difference))
-            total.add(compared)
+            total.add(report)
             advance(f"{total.steps:,} steps, {total.different:,} differ")
     typer.echo(f"games: {by_kind(total.games)}")
     typer.echo(f"commands: {by_kind(total.verbs)}")
@@ -109,15 +109,15 @@ def parity(
 
 def bench_env(
     games: Games,
-    number: Annotated[int, typer.Option(min=1, help="Games, one of each split and task type in turn.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
+    number: Annotated[int, typer.Option(min=1, help="Number of games, alternating between splits and task types.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per game.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the games and of the walks.")] = 0,
 ) -> None:
-    """Measure resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
+    """Measure resets and steps per second of TextWorld and the native engine on the same games and commands."""
     from rich.console import Console
     from rich.table import Table
 
-    from envs.alfworld.parity import choose_games, find_games, live_memory, measure
+    from envs.alfworld.parity import choose_games, find_games, measure
 
     found = find_games(games)
     textworld, native = measure(choose_games(found, number, seed), steps, seed)
@@ -127,5 +127,4 @@ def bench_env(
     for name, t in (("TextWorld", textworld), ("native", native)):
         table.add_row(name, f"{1e3 * t.load:.2f}", f"{1 / t.reset:,.1f}", f"{1 / t.step:,.1f}")
     Console(width=120).print(table)
-    typer.echo(f"16 live games, native: {live_memory(choose_games(found, 16, seed)):.1f} MiB")
     typer.echo(f"ratio: {textworld.step / native.step:.0f}")

@@ -1,5 +1,4 @@
-"""What a gate is: a share of cases in which a model did what it should, with its interval, and what is asked of it; and
-a compiler base that is asked questions."""
+"""Gates of the shipped models: pass rates with intervals and thresholds, and a compiler base that answers questions."""
 
 from __future__ import annotations
 
@@ -12,35 +11,37 @@ from eval.intervals import Interval, wilson
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import Projector, ProjectorConfig
-from zoo.lessons import asked
+from zoo.lessons import question_prompt
 
 
-class Asked(MemoryCompiler):
-    """A base that is asked a question behind its prompt, instead of being asked to compile."""
+class QuestionAnswerer(MemoryCompiler):
+    """A compiler base that answers a question behind its prompt."""
 
     def __init__(self, backbone: Backbone, question: Callable[[CompileRequest], str], max_new_tokens: int) -> None:
-        projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # what it gathers is of no use here
+        projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # required, and unused here
         super().__init__(backbone, projector, Decoding(max_new_tokens=max_new_tokens))
         self._question = question
 
     def encode(self, request: CompileRequest) -> Prompt:
-        return self.backbone.encode(asked(request, self._question(request), self.backbone.is_vlm))
+        return self.backbone.encode(question_prompt(request, self._question(request), self.backbone.is_vlm))
 
 
 @dataclass(frozen=True)
-class Share:
-    """How many of `n` cases are right. Without a threshold it is told, and nothing hangs on it."""
+class GateResult:
+    """The number of correct cases of `n`; without a threshold it is only reported."""
 
     name: str
     right: int
     n: int
     threshold: float | None = None
-    chance: float | None = None  # the share that guessing would have
+    chance: float | None = None  # the rate of guessing
 
     @classmethod
-    def of(cls, name: str, cases: Iterable[bool], threshold: float | None = None, chance: float | None = None) -> Share:
-        made = list(cases)
-        return cls(name, sum(made), len(made), threshold, chance)
+    def of(
+        cls, name: str, cases: Iterable[bool], threshold: float | None = None, chance: float | None = None
+    ) -> GateResult:
+        results = list(cases)
+        return cls(name, sum(results), len(results), threshold, chance)
 
     @property
     def value(self) -> float:
@@ -48,20 +49,20 @@ class Share:
 
     @property
     def interval(self) -> Interval:
-        """95 % (Wilson)."""
+        """Return the 95 % Wilson interval."""
         return wilson(self.right, self.n)
 
     @property
     def passed(self) -> bool:
-        """Tell whether it is as large as asked; no cases at all are no pass."""
+        """Return whether the rate reaches the threshold; without any case it does not."""
         return self.threshold is None or (self.n > 0 and self.value >= self.threshold)
 
     def __str__(self) -> str:
-        asked = (
+        verdict = (
             "" if self.threshold is None else f", asked {self.threshold:.0%}: {'passed' if self.passed else 'FAILED'}"
         )
         if not self.n:
-            return f"{self.name}: no cases{asked}"
-        low, high = self.interval.low, self.interval.high
+            return f"{self.name}: no cases{verdict}"
+        interval = self.interval
         guessed = "" if self.chance is None else f" (chance {self.chance:.1%})"
-        return f"{self.name}: {self.value:.1%} [{low:.1%}, {high:.1%}] of {self.n}{guessed}{asked}"
+        return f"{self.name}: {self.value:.1%} [{interval.low:.1%}, {interval.high:.1%}] of {self.n}{guessed}{verdict}"

@@ -1,13 +1,14 @@
-"""What the recipes of all worlds share: the text curriculum that each begins with, and the folder that each ends with.
+"""Steps that the recipes of both worlds share: the text curriculum, a stage, and the finished model folder.
 
-Stages lie in a work folder, which the recipes of a world may share: what is finished there is not made again.
+Stages lie in a work folder that the recipes of a world may share: a finished stage is read, not trained again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,16 @@ import trl
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 
 from zoo import stages
-from zoo.curriculum import LEVELS, Kind, Level, TextCurriculum
+from zoo.curriculum import LEVELS, Batch, Kind, Level, TextCurriculum
 from zoo.models import Lexicon, make_executor, save
 
 RATE = 2e-3
-COPYING, LOOK_UP = "copying", "look_up"
-Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
-TEXT: Stages = {
-    COPYING: (RATE, ("copy", "recall")),
-    LOOK_UP: (RATE / 2, ("facts", "documents", "goals")),
+TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {
+    "copying": (RATE, ("copy", "recall")),
+    "look_up": (RATE / 2, ("facts", "documents", "goals")),
 }
-"""The stages of text by name: the rate of each, and the kinds of documents that are learned."""
+"""Stages of the text curriculum: the learning rate and the kinds of documents of each."""
+Draw = Callable[[random.Random], Batch]
 
 
 def train_text(
@@ -38,44 +38,64 @@ def train_text(
     seed: int,
     levels: Sequence[Level] = LEVELS,
     steps: int = 6_000,
-    text: Stages = TEXT,
 ) -> Qwen2ForCausalLM:
-    """Make a Qwen2 that has been through the text curriculum: it copies, then at half the rate it looks up.
+    """Train a Qwen2 on the text curriculum: first copying, then look-up at half the rate.
 
     The embedding table starts wide (std 0.15): with 1,600 tokens and tied embeddings the usual 0.02 to 0.04 leaves
     tokens so alike that copying takes three times as long to form (measured).
 
     Raises:
-        RuntimeError: a stage did not get through in `steps`.
+        RuntimeError: a stage did not pass its levels in `steps`.
     """
     set_seed(seed)
     model: PreTrainedModel = make_executor(tokenizer)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)  # type: ignore[arg-type]
-    for name, (rate, kinds) in text.items():
+    for name, (rate, kinds) in TEXT.items():
         curriculum = TextCurriculum(tokenizer, lexicon, seed, [level for level in levels if level.kind in kinds])
-        model = through(model, work / name, curriculum, rate, steps)
+        model = stages.train_on_answers(
+            model,
+            work / name,
+            seed=seed,
+            steps=steps,
+            draw=curriculum.batch,
+            exam=curriculum.exam,
+            rate=rate,
+            every=25,
+            warmup=50,
+            callbacks=[curriculum],
+        )
     return model  # type: ignore[return-value]
 
 
-def through(
-    model: PreTrainedModel, folder: Path, curriculum: TextCurriculum, rate: float, steps: int = 6_000
+def train_stage(
+    model: PreTrainedModel,
+    work: Path,
+    name: str,
+    seed: int,
+    steps: int,
+    draw: Draw,
+    exam: Draw,
+    rate: float,
+    **options: Any,
 ) -> PreTrainedModel:
-    """Train until the last of a curriculum's exams is passed. Raises: RuntimeError, as `train_text`."""
+    """Train one stage in `work/name` on batches of `draw`, and log the accuracy on one batch of `exam`.
+
+    `options`: those of `stages.train_on_answers`.
+    """
     return stages.train_on_answers(
         model,
-        folder,
-        curriculum.seed,
-        steps,
-        curriculum.batch,
-        curriculum.exam,
-        rate,
-        25,
-        warmup=50,
-        callbacks=[curriculum],
+        work / name,
+        seed=seed,
+        steps=steps,
+        draw=lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
+        exam=lambda _: exam(random.Random(seed)),
+        rate=rate,
+        every=50,
+        **options,
     )
 
 
-def finish(
+def write_model(
     recipe: str,
     out: Path,
     model: PreTrainedModel,
@@ -84,9 +104,9 @@ def finish(
     names: Sequence[str],
     settings: dict[str, Any],
 ) -> None:
-    """Write the model folder and RECORD.json: settings, log, versions and the hash of the weights."""
+    """Write the model folder and RECORD.json: settings, logs, versions and the hash of the weights."""
     save(out, model, processor)
-    logs = {name: stages.log_of(work / name) for name in names}
+    logs = {name: stages.read_log(work / name) for name in names}
     record = {
         "command": f"memcompiler zoo {recipe} --seed {settings['seed']} --threads {torch.get_num_threads()}",
         "settings": settings,

@@ -1,8 +1,7 @@
-"""A stage of a recipe: batches, drawn one after another by a function of the step, under `transformers.Trainer`.
+"""A training stage of a recipe: one batch per step, drawn by a function of the step, under `transformers.Trainer`.
 
-A stage leaves a model folder and its log; a stage that was interrupted goes on from its last checkpoint, and one that
-is finished is read. With the same seed and the same number of threads a stage gives the same weights, interrupted or
-not.
+A stage leaves a model folder and its log. An interrupted stage resumes from its last checkpoint, a finished one is
+read. The same seed and number of threads give the same weights, interrupted or not.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zoo.curriculum import IGNORE, Batch
 
 
 class Batches(Dataset):
-    """Batches as a dataset: item i is the whole batch of step i + 1."""
+    """A dataset of batches: item i is the whole batch of step i + 1."""
 
     def __init__(self, steps: int, draw: Callable[[int], Batch]) -> None:
         self.steps, self.draw = steps, draw
@@ -38,26 +37,26 @@ class Batches(Dataset):
 
 
 class AnswerLoss:
-    """A trainer's loss that gives the output head only the positions with a label: one in fifty, where memory is long.
+    """Trainer mixin that computes logits at labelled positions alone: one in fifty, where memory is long.
 
-    Batches are padded on the right, so the causal mask is the only one needed. Where a batch has `given` (B, G), padded
-    on the left by `given_mask`, that is read once, and an equal part of the sequences goes on from each row of it.
+    Batches are padded on the right, so the causal mask suffices. A batch with `given` (B, G), padded on the left by
+    `given_mask`, is read as a prefix once, and each of its rows is continued by equally many sequences.
     """
 
-    bf16 = False  # matrices are multiplied in bfloat16
+    bf16 = False  # multiply matrices in bfloat16
 
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
-        """Mean NLL of the labelled tokens; as outputs, which of them are predicted. Where several tokens serve equally
-        well, the batch lists them: `equals` (labelled tokens in their order, alternatives), padded with IGNORE."""
-        apart = ("labels", "attention_mask", "equals", "given", "given_mask")
-        sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in apart}
+        """Compute the mean NLL of labelled tokens; as outputs, whether each is predicted. `equals` (labelled tokens,
+        alternatives), padded with IGNORE, lists tokens that count as equally right."""
+        other_inputs = ("labels", "attention_mask", "equals", "given", "given_mask")
+        sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in other_inputs}
         labels = inputs["labels"][:, 1:]
-        asked = labels != IGNORE
+        labelled = labels != IGNORE
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            begun = _begun(model, inputs) if "given" in inputs else {"use_cache": False}
-            hidden = model.model(**sequence, **begun).last_hidden_state[:, :-1]
-            logits = model.lm_head(hidden[asked])
-        logits, target = logits.float(), labels[asked]
+            prefix = _read_given(model, inputs) if "given" in inputs else {"use_cache": False}
+            hidden = model.model(**sequence, **prefix).last_hidden_state[:, :-1]
+            logits = model.lm_head(hidden[labelled])
+        logits, target = logits.float(), labels[labelled]
         if "equals" not in inputs:
             loss = torch.nn.functional.cross_entropy(logits, target)
             return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
@@ -68,8 +67,8 @@ class AnswerLoss:
         return (loss, {"right": (logits.argmax(-1)[:, None] == equals).any(1)}) if return_outputs else loss
 
 
-def _begun(model: Any, inputs: Batch) -> dict[str, Any]:
-    """Read what sequences go on from, and return it as the arguments of what goes on."""
+def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
+    """Encode the shared prefixes, and return the forward arguments of their continuations."""
     mask, (rows, length) = inputs["given_mask"], inputs["input_ids"].shape
     each = rows // len(mask)
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -85,15 +84,15 @@ def _begun(model: Any, inputs: Batch) -> dict[str, Any]:
 
 
 class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]
-    """Trains on batches as they are drawn."""
+    """Trainer of batches in the order drawn."""
 
 
 class CloningTrainer(AnswerLoss, SFTTrainer):  # type: ignore[misc]
-    """Trains on prompts and completions. (Without a GPU TRL's own loss scores every position: half as fast again.)"""
+    """Trainer of prompts and completions. (Without a GPU TRL's own loss scores every position, 1.5 times as long.)"""
 
 
-class Stopwatch(TrainerCallback):
-    """Notes in each row of the log how much processor time the stage has taken, earlier runs of it included."""
+class CpuTimer(TrainerCallback):
+    """Callback that logs the stage's processor time in seconds, including earlier runs."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         earlier = state.log_history[-1]["cpu_seconds"] if state.log_history else 0
@@ -103,8 +102,8 @@ class Stopwatch(TrainerCallback):
         state.log_history[-1]["cpu_seconds"] = round(time.process_time() - self.started)
 
 
-def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
-    """Say what all stages have in common; a share of `warmup` under 1 brings a cosine down to a fiftieth with it."""
+def training_arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
+    """Return the arguments of all stages; after a `warmup` share below 1 a cosine falls to a fiftieth of the rate."""
     cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
     return {
         "output_dir": str(folder),
@@ -120,7 +119,7 @@ def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warm
         "use_cpu": True,
         "disable_tqdm": True,
         "report_to": "none",
-        "use_cache": True,  # what the config of the model that is saved says; losses here ask for none
+        "use_cache": True,  # for the saved model's config; losses here use none
         **(cosine if warmup < 1 else {"lr_scheduler_type": "constant_with_warmup"}),
     }
 
@@ -137,12 +136,19 @@ def train_on_answers(
     warmup: float = 0.02,
     callbacks: Sequence[TrainerCallback] = (),
     bf16: bool = False,
-    paces: Mapping[str, Tensor] | None = None,
+    learning_rate_scales: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model.
-    `paces`: by parameter name, the part of the rate at which some weights learn (what broadcasts to them)."""
+    """Train on the batches `draw(step)`, and log the accuracy on `exam(1)`; return the trained model.
+
+    Args:
+        rate: peak learning rate.
+        every: steps between logs, exams and checkpoints.
+        warmup: steps, or a share of them below 1 (then a cosine schedule follows).
+        bf16: multiply matrices in bfloat16.
+        learning_rate_scales: part of the rate for some weights, by parameter name; broadcast to the weight.
+    """
     settings = TrainingArguments(
-        **arguments(folder, seed, steps, rate, every, warmup),
+        **training_arguments(folder, seed, steps=steps, rate=rate, every=every, warmup=warmup),
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         train_sampling_strategy="sequential",
@@ -157,42 +163,42 @@ def train_on_answers(
         train_dataset=Batches(steps, draw),
         eval_dataset=Batches(1, exam),
         compute_metrics=accuracy,
-        callbacks=[Stopwatch(), *callbacks],
-        optimizers=(_paced(model, settings, paces) if paces else None, None),
+        callbacks=[CpuTimer(), *callbacks],
+        optimizers=(_scaled_optimizer(model, settings, learning_rate_scales) if learning_rate_scales else None, None),
     )
     trainer.bf16 = bf16
-    return run(trainer, folder)
+    return run_stage(trainer, folder)
 
 
-class PacedAdamW(torch.optim.AdamW):
-    """AdamW by which some weights go a part of each step: `paces`, by parameter, what broadcasts to it."""
+class ScaledAdamW(torch.optim.AdamW):
+    """AdamW that takes a part of each step for some weights; `scales` by parameter, broadcast to it."""
 
-    def __init__(self, *args: Any, paces: Mapping[torch.nn.Parameter, Tensor], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, scales: Mapping[torch.nn.Parameter, Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._paces = paces
+        self._scales = scales
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        before = {weight: weight.clone() for weight in self._paces}
+        before = {weight: weight.clone() for weight in self._scales}
         loss = super().step(closure)
-        for weight, pace in self._paces.items():
-            weight.copy_(before[weight] + (weight - before[weight]) * pace)
+        for weight, scale in self._scales.items():
+            weight.copy_(before[weight] + (weight - before[weight]) * scale)
         return loss
 
 
-def _paced(model: PreTrainedModel, settings: TrainingArguments, paces: Mapping[str, Tensor]) -> PacedAdamW:
-    """Make the trainer's own optimizer, but for its paces: matrices alone decay."""
+def _scaled_optimizer(model: PreTrainedModel, settings: TrainingArguments, scales: Mapping[str, Tensor]) -> ScaledAdamW:
+    """Create the trainer's default optimizer, whose weight decay applies to matrices alone, with scaled steps."""
     named = dict(model.named_parameters())
     groups = [
         {"params": [w for w in named.values() if w.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [w for w in named.values() if w.ndim == 1], "weight_decay": 0.0},
     ]
-    return PacedAdamW(
+    return ScaledAdamW(
         groups,
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
-        paces={named[name]: pace for name, pace in paces.items()},
+        scales={named[name]: scale for name, scale in scales.items()},
     )
 
 
@@ -200,12 +206,12 @@ def accuracy(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(outcome.predictions.mean())}  # type: ignore[union-attr]
 
 
-def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
-    """Train from the last checkpoint, if there is one, to the end; the trained model, which lies in `folder` too."""
+def run_stage(trainer: Trainer, folder: Path) -> PreTrainedModel:
+    """Train from the last checkpoint, if any, to the end, and save the model in `folder`."""
     if finished(folder):
         return type(trainer.model).from_pretrained(folder)  # type: ignore[union-attr]
     last = get_last_checkpoint(str(folder)) if folder.exists() else None
-    if last and _ended(last):  # killed between its last checkpoint and its end: one more step would be another model
+    if last and _ended(last):  # killed after its last checkpoint: a further step would change the model
         trainer.model = type(trainer.model).from_pretrained(last)  # type: ignore[union-attr]
         trainer.state = TrainerState.load_from_json(f"{last}/{TRAINER_STATE_NAME}")
     else:
@@ -216,17 +222,17 @@ def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
 
 
 def finished(folder: Path) -> bool:
-    """Tell whether a stage is through: its model lies in the folder itself, not in a checkpoint's."""
+    """Return whether a stage's final model lies in the folder itself, not in a checkpoint."""
     return (folder / "model.safetensors").exists()
 
 
 def _ended(checkpoint: str) -> bool:
-    """Tell whether a callback let training stop at a checkpoint, before the last of its steps."""
+    """Return whether a callback stopped training at a checkpoint, before the last step."""
     state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
     stopped = state["stateful_callbacks"]["TrainerControl"]["args"]["should_training_stop"]
     return stopped and state["global_step"] < state["max_steps"]
 
 
-def log_of(folder: Path) -> list[dict[str, float]]:
+def read_log(folder: Path) -> list[dict[str, float]]:
     """Read the log of a stage, row by row."""
     return json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"]

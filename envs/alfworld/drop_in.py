@@ -1,8 +1,8 @@
-"""alfworld's own interface on the native engine, for code that was written for alfworld 0.4.2.
+"""alfworld's own interface on the native engine, for code written for alfworld 0.4.2.
 
     from envs.alfworld.drop_in import get_environment      # instead of alfworld.agents.environment
 
-docs/alfworld-drop-in.md says what is equal to the original and what is not.
+docs/alfworld-drop-in.md lists the differences from the original.
 """
 
 import os
@@ -18,36 +18,36 @@ from runtime.progress import progress
 from runtime.startup import expand_home
 
 TASK_TYPES = dict(enumerate(KINDS, 1))  # as alfworld's configs number them
-FIRST_SEED = 1234  # of the games' order, until `seed` is called
-# train_eval -> where the config says which games, and how many of them
+FIRST_SEED = 1234  # seed of the games' order before `seed` is called
+# train_eval -> settings of the games' folder and number
 _SPLITS = {
     "train": ("data_path", "num_train_games"),
     "eval_in_distribution": ("eval_id_data_path", "num_eval_games"),
     "eval_out_of_distribution": ("eval_ood_data_path", "num_eval_games"),
 }
-_METHODS = {"dqn": "rl", "dagger": "dagger"}  # training_method -> the config's block with its length of an episode
+_METHODS = {"dqn": "rl", "dagger": "dagger"}  # training_method -> the config's block with its step limit
 
 
 def get_environment(env_type: str) -> type["AlfredTWEnv"]:
-    """Return the environment of a config's env.type; ValueError for those that need AI2-THOR."""
+    """Return the class of a config's env.type; ValueError for types that need AI2-THOR."""
     if env_type != "AlfredTWEnv":
         raise ValueError(f"only AlfredTWEnv plays in the native engine, not {env_type!r}: import alfworld's own for it")
     return AlfredTWEnv
 
 
 class AlfredTWEnv:
-    """The games that a config of alfworld names.
+    """The games of an alfworld config.
 
     Args:
         config: as alfworld's base_config.yaml; `dataset`, `env`, `general`, `rl` and `dagger` are read.
         train_eval: "train", "eval_in_distribution" or "eval_out_of_distribution".
 
     Attributes:
-        game_files: paths of the games, in the order of the original; code may set others before `init_env`.
-        num_games: how many.
+        game_files: paths of the games, in the original's order; may be replaced before `init_env`.
+        num_games: number of games.
 
     Raises:
-        ValueError: for another `train_eval`, a setting that is not there, or a broken file.
+        ValueError: for another `train_eval`, a missing setting, or a broken file.
         FileNotFoundError: where there are no games.
     """
 
@@ -58,7 +58,7 @@ class AlfredTWEnv:
         self.collect_game_files()
 
     def collect_game_files(self, verbose: bool = False) -> None:
-        """Find the games, as the file system lists them. `verbose` does nothing: the original says what it skips."""
+        """Find the games, as the file system lists them. `verbose` is accepted and ignored."""
         path_key, number_key = _SPLITS[self.train_eval]
         folder, number = self._folder(path_key), _setting(self.config, "dataset", number_key)
         kinds = {TASK_TYPES[n] for n in _setting(self.config, "env", "task_types") if n in TASK_TYPES}
@@ -86,7 +86,7 @@ class AlfredTWEnv:
         limit = _setting(self.config, _METHODS[method], "training", "max_nb_steps_per_episode")
         expert_type = _setting(self.config, "env", "expert_type") if train and method == "dagger" else None
         shuffled = train and bool(_setting(self.config, "env", "domain_randomization"))
-        return BatchedGames(self.game_files, batch_size, limit, expert_type, shuffled)
+        return BatchedGames(self.game_files, batch_size, limit=limit, expert_type=expert_type, shuffled=shuffled)
 
     def _folder(self, key: str) -> str:
         named = _setting(self.config, "dataset", key)
@@ -112,10 +112,10 @@ def _setting(config: Mapping[str, Any], *keys: str) -> Any:
 class BatchedGames:
     """Games side by side in this process, with the methods of TextWorld's batched environments.
 
-    A game that is over stays as it ended until the next `reset`, which starts the next games of the order.
+    A finished game stays as it ended until the next `reset`, which starts the next games of the order.
 
     Raises:
-        ValueError: for no games, a batch that holds none, or an expert that does not exist.
+        ValueError: for no games, an empty batch, or an unknown expert.
         ModuleNotFoundError: for the handcoded expert without the package alfworld.
     """
 
@@ -134,19 +134,19 @@ class BatchedGames:
         self.seed(FIRST_SEED)
 
     def seed(self, seed: int | None = None) -> list[int | None]:
-        """Start the order of `gamefiles` anew; ValueError where somebody has taken them all away."""
+        """Restart the order of `gamefiles`; ValueError where that is empty."""
         if not self.gamefiles:
             raise ValueError("there are no games to play: set game_files (before init_env) or gamefiles")
         self._order = game_order(self.gamefiles, seed)
         return [seed]
 
     def skip(self, nb_games: int = 1) -> None:
-        """Leave out the next games of the order."""
+        """Skip the next games of the order."""
         for _ in range(nb_games):
             next(self._order)
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-        """Start the next games; returns observations and infos, one of each a game."""
+        """Start the next games; return observations and infos, one per game."""
         files = [next(self._order) for _ in range(self.batch_size)]
         self._episodes = [Episode(path, self._limit, self._expert_type, self._shuffled) for path in files]
         return self._seen()
@@ -154,10 +154,10 @@ class BatchedGames:
     def step(
         self, commands: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...], dict[str, list[Any]]]:
-        """Carry out one command a game; returns observations, scores (1 once won), who is done, and infos.
+        """Carry out one command per game; return observations, scores (1 once won), done flags and infos.
 
         Raises:
-            ValueError: for another number of commands, or a string in place of a list.
+            ValueError: for another number of commands, or a string instead of a list.
             EnvironmentFailure: before the first reset.
         """
         if not self._episodes:
@@ -167,14 +167,14 @@ class BatchedGames:
         for episode, command in zip(self._episodes, commands, strict=True):
             episode.step(command)
         observations, infos = self._seen()
-        infos["extra.gamefile"] = [None] * self.batch_size  # the original names the game at its start only
+        infos["extra.gamefile"] = [None] * self.batch_size  # the original names the game at reset alone
         scores = tuple(int(episode.won) for episode in self._episodes)
         return observations, scores, tuple(episode.done for episode in self._episodes), infos
 
     def close(self) -> None:
-        """Forget the episodes."""
+        """Drop the episodes."""
         self._episodes = []
 
     def _seen(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-        told = [episode.infos() for episode in self._episodes]
-        return tuple(episode.text for episode in self._episodes), {key: [one[key] for one in told] for key in told[0]}
+        infos = [episode.infos() for episode in self._episodes]
+        return tuple(episode.text for episode in self._episodes), {key: [one[key] for one in infos] for key in infos[0]}

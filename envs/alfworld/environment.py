@@ -1,4 +1,4 @@
-"""ALFWorld's games, played by the household engine or, to check what it answers, by TextWorld; settings and spec."""
+"""ALFWorld's games, played by the household engine or, as a reference, by TextWorld; settings and spec."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import REFUSED, EngineEnvironment, telling_views
+from envs.household.environment import REFUSED, EngineEnvironment, pickup_views
 from envs.household.sequences import SequenceSettings
 from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
@@ -23,9 +23,9 @@ from runtime.startup import expand_home, home
 NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
 TEXTWORLD_WORKERS = 4  # it takes seconds to start and 50 ms a step
 
-# Predicate in TextWorld's state -> the name that `Seen.facts` gives it. What is left out never changes in a game or, as
-# the agent's coordinates, shows in the other fields.
-CHANGING = {
+# Predicate in TextWorld's state -> its name in `EngineOutput.facts`. Others never change in a game or, as the agent's
+# coordinates, show in the other fields.
+CHANGING_PREDICATES = {
     "inreceptacle": "in",
     "holds": "holds",
     "opened": "open",
@@ -36,7 +36,7 @@ CHANGING = {
     "istoggled": "on",
 }
 
-Fact = tuple[str, ...]  # ("in", "mug 1", "cabinet 3"), ("hot", "mug 1")
+StateFact = tuple[str, ...]  # ("in", "mug 1", "cabinet 3"), ("hot", "mug 1")
 
 
 class AlfworldEnvironment(EngineEnvironment):
@@ -48,29 +48,27 @@ class AlfworldEnvironment(EngineEnvironment):
         self,
         data_root: str | os.PathLike[str] | None = None,
         images: bool = True,
-        image_size: int = 64,
         seed: int = 0,
         sequences: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder = AlfworldGames(data_root)
-        super().__init__(self._folder, images, image_size, seed, sequences)
+        super().__init__(self._folder, images, seed, sequences)
 
     def game_file(self, task: Task) -> Path:
         return self._folder.path(task)
 
 
 class TextWorldEnvironment(AlfworldEnvironment):
-    """Real (or exported) games in TextWorld: seconds a reset and about 50 ms a step. Needs the extra `alfworld`.
+    """Real (or exported) games in TextWorld: seconds per reset and about 50 ms per step. Needs the extra `alfworld`.
 
-    Everything seen, possible and won is TextWorld's, which says no more than whether the game is won; the share of the
-    goal's conditions, the picture and the expert are those of a native game that is given the same commands. The two
-    never drift apart unseen: where they disagree on a win, the episode fails.
+    Texts, admissible commands and wins are TextWorld's, which reports nothing else; progress, picture and expert are
+    those of a native game that receives the same commands. Where the two disagree on a win, the episode fails.
     """
 
     _theirs: "TextWorldGame | None" = None
 
     def reset(self, task: Task) -> Observation:
-        """Start the task's episode. The text is the room as first seen, as the native engine gives it."""
+        """Start the task's episode. The text is the room as first seen, as in the native engine."""
         self.close()
         ours = super().reset(task)
         self._theirs = TextWorldGame(self.game_file(task))
@@ -84,7 +82,7 @@ class TextWorldEnvironment(AlfworldEnvironment):
         return replace(ours, text=room, admissible=seen.admissible)
 
     def sequences(self, split: str) -> NoReturn:
-        """Raise EnvironmentFailure: TextWorld plays one task in a world."""
+        """Raise EnvironmentFailure: TextWorld plays one task per world."""
         raise EnvironmentFailure("TextWorld plays one task in a world: for sequences, set env.engine=native")
 
     def proceed(self, task: Task) -> NoReturn:
@@ -105,7 +103,7 @@ class TextWorldEnvironment(AlfworldEnvironment):
         return Transition(observation, ours.progress, seen.won, done=seen.won)
 
     def close(self) -> None:
-        """Forget the episode, here and in TextWorld."""
+        """Drop the episode, here and in TextWorld."""
         if self._theirs is not None:
             self._theirs.close()
             self._theirs = None
@@ -113,13 +111,13 @@ class TextWorldEnvironment(AlfworldEnvironment):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """All that one engine shows after a command."""
+class EngineOutput:
+    """Everything that an engine shows after a command."""
 
     text: str
     admissible: tuple[str, ...]
     won: bool
-    facts: frozenset[Fact]
+    facts: frozenset[StateFact]
 
 
 class TextWorldGame:
@@ -134,49 +132,49 @@ class TextWorldGame:
             raise EnvironmentFailure(f"{NO_TEXTWORLD} ({error})") from error
         self._env: Any = AlfredInfos(AlfredDemangler(PddlEnv(textworld.EnvInfos(admissible_commands=True, won=True))))
         try:
-            with _arguments_kept():
+            with _restored_argv():
                 self._env.load(str(path))
-        except Exception as error:  # TextWorld and its planner raise all sorts
+        except Exception as error:  # TextWorld and its planner raise various exceptions
             raise EnvironmentFailure(f"TextWorld cannot load {path}: {type(error).__name__}: {error}") from error
 
-    def reset(self) -> Seen:
-        """Start afresh. The text is TextWorld's, banner and task sentence included."""
-        with _arguments_kept():
+    def reset(self) -> EngineOutput:
+        """Start afresh. The text is TextWorld's, with banner and task sentence."""
+        with _restored_argv():
             return self._seen(self._env.reset())
 
-    def step(self, command: str) -> Seen:
+    def step(self, command: str) -> EngineOutput:
         return self._seen(self._env.step(command)[0])
 
     def close(self) -> None:
         self._env.close()
 
-    def _seen(self, state: Mapping[str, Any]) -> Seen:
+    def _seen(self, state: Mapping[str, Any]) -> EngineOutput:
         names = {id_: info.name for id_, info in state["_entity_infos"].items()}
-        changing = [fact for fact in state["_facts"] if fact.name in CHANGING]
         facts = frozenset(
-            (CHANGING[fact.name], *(names[a.name] for a in fact.arguments[-2 if fact.name == "inreceptacle" else -1 :]))
-            for fact in changing
+            (name, *(names[a.name] for a in fact.arguments[-2 if fact.name == "inreceptacle" else -1 :]))
+            for fact in state["_facts"]
+            if (name := CHANGING_PREDICATES.get(fact.name))
         )
-        return Seen(state["feedback"], tuple(state["admissible_commands"]), bool(state["won"]), facts)
+        return EngineOutput(state["feedback"], tuple(state["admissible_commands"]), bool(state["won"]), facts)
 
 
 @contextmanager
-def _arguments_kept() -> Iterator[None]:
-    """TextWorld's planner writes its own command line into sys.argv, where child processes would find it."""
-    kept = sys.argv[:]
+def _restored_argv() -> Iterator[None]:
+    """Restore sys.argv, into which TextWorld's planner writes its own command line."""
+    saved = sys.argv[:]
     try:
         yield
     finally:
-        sys.argv[:] = kept
+        sys.argv[:] = saved
 
 
 class AlfworldSettings(EnvSettings):
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
     HOW = EnvSettings.HOW | {"data_root"}
     data_root: PathName | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
-    engine: Literal["native", "textworld"] = "native"  # who plays the games
-    images: bool = False  # the games have no view: the household's floor plans are our own, for who asks for them
-    sequences: SequenceSettings = SequenceSettings()  # tasks one after another in one game's world
+    engine: Literal["native", "textworld"] = "native"  # plays the games
+    images: bool = False  # the games have no view: floor plans are drawn by the household engine
+    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one game's world
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
@@ -201,7 +199,7 @@ def find_games() -> str:
 
 
 def fetch_games() -> str:
-    """Return the command that downloads the games, or that names the folder where they are."""
+    """Return the command that downloads the games, or that names the folder of downloaded ones."""
     folder = os.environ.get("ALFWORLD_DATA")
     if not folder and (_default_games() / FOLDER).is_dir():
         return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
@@ -231,6 +229,6 @@ ALFWORLD = EnvSpec(
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
     compiling=COMPILING,
-    views=telling_views,
+    views=pickup_views,
     reader=AlfworldReader(),
 )

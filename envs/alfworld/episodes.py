@@ -1,4 +1,4 @@
-"""A native game as alfworld's wrappers show it: one episode with its step limit, its infos and an expert beside it."""
+"""A native game as alfworld's wrappers show it: one episode with its step limit, infos and expert."""
 
 import importlib.util
 import random
@@ -16,7 +16,7 @@ from envs.household.world import NOWHERE, bits
 
 
 def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
-    """Yield games for ever, every round in another order, as TextWorld draws them."""
+    """Yield games for ever, every round in another order, drawn as TextWorld does."""
     draw, order = np.random.RandomState(seed), list(files)
     while True:
         draw.shuffle(order)
@@ -24,13 +24,13 @@ def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
 
 
 class Episode:
-    """One game from its start to its end.
+    """One game from start to end.
 
     Args:
         path: the game's file.
-        limit: number of commands after which it is over; 0 for no limit.
+        limit: number of commands after which it is over; 0: no limit.
         expert_type: one of EXPERTS, or None.
-        shuffled: deal the numbers in things' names out at random, by Python's global `random` as the original does.
+        shuffled: draw the numbers in things' names at random, by Python's global `random` as the original does.
 
     Raises:
         EnvironmentFailure: for a file that cannot be played.
@@ -45,7 +45,7 @@ class Episode:
         self._look("")
 
     def step(self, command: str) -> None:
-        """Carry out a command; once the episode is over, nothing happens and nothing changes."""
+        """Carry out a command; nothing changes once the episode is over."""
         if self.done:
             return
         self.text = self.engine.step(self.state, command, self._commands)
@@ -55,7 +55,7 @@ class Episode:
         self._look(command)
 
     def infos(self) -> dict[str, Any]:
-        """Return what the original says beside the text, and the share of the goal's conditions that hold."""
+        """Return the original's infos, and the share of the goal's conditions that hold."""
         infos = {
             "admissible_commands": list(self.admissible),
             "won": self.won,
@@ -70,16 +70,16 @@ class Episode:
         self._plan = [] if self._expert is None else self._expert.plan(self, command)
 
 
-@lru_cache(maxsize=256)  # reading a game takes far longer than playing it
+@lru_cache(maxsize=256)  # reading a game takes longer than playing it
 def _engine(path: str) -> Engine:
     return Engine(read_game(Path(path)))
 
 
-# Who says what to do next ----------------------------------------------------------------------------------------
+# Experts ---------------------------------------------------------------------------------------------------
 
 
 class Expert(Protocol):
-    """Made for one game; looks on from its start, and says what to do."""
+    """An expert of one game; it observes the game from its start and advises commands."""
 
     def __init__(self, path: str) -> None: ...
 
@@ -89,7 +89,7 @@ class Expert(Protocol):
 
 
 class Planner:
-    """The native engine's own: a near-shortest way to the goal, [] where there is none."""
+    """The native engine's planner: a near-shortest way to the goal, [] without one."""
 
     def __init__(self, path: str) -> None:
         pass
@@ -99,13 +99,13 @@ class Planner:
 
 
 class Handcoded:
-    """alfworld's own rules for searching and acting (extra `alfworld`), shown the native engine's state.
+    """alfworld's rules for searching and acting (extra `alfworld`), shown the native engine's state.
 
-    They name one command, "look" where they know none that is possible. The original ends the run where they raise (a
+    They advise one command, "look" where they know none that is possible. The original ends the run where they raise (a
     command of blanks, more than 200 steps); here that is a "look", too.
     """
 
-    MAX_STEPS = 200  # as the original's wrapper asks for
+    MAX_STEPS = 200  # as in the original's wrapper
 
     def __init__(self, path: str) -> None:
         from alfworld.agents.expert import HandCodedTWAgent
@@ -115,7 +115,7 @@ class Handcoded:
 
     @staticmethod
     def check() -> None:
-        """Raise ModuleNotFoundError, with what to do, where alfworld is not installed."""
+        """Raise ModuleNotFoundError, with a remedy, where alfworld is not installed."""
         if importlib.util.find_spec("alfworld") is None:
             raise ModuleNotFoundError(
                 "the handcoded expert is alfworld's own: uv sync --extra alfworld, or set "
@@ -129,7 +129,7 @@ class Handcoded:
         shown = {"feedback": episode.text, "admissible_commands": episode.admissible, "facts": _facts(episode)}
         try:
             advised = self._agent.act(shown, 0, episode.won, command)
-        except Exception:  # whatever its rules trip over
+        except Exception:  # errors in alfworld's rules
             return ["look"]
         return [advised if advised in episode.admissible else "look"]
 
@@ -137,20 +137,22 @@ class Handcoded:
 EXPERTS: Mapping[str, type[Expert]] = {"handcoded": Handcoded, "planner": Planner}
 
 
-class Fact(NamedTuple):
-    """A fact as the handcoded expert reads TextWorld's."""
+class TextWorldFact(NamedTuple):
+    """A fact in the form that the handcoded expert reads from TextWorld."""
 
     name: str
     names: tuple[str, ...]
 
 
-def _facts(episode: Episode) -> list[Fact]:
-    """List the facts that the handcoded expert asks for: what lies where, what is held, hot, cool or clean."""
+def _facts(episode: Episode) -> list[TextWorldFact]:
+    """List the facts that the handcoded expert uses: where things are, what is held, hot, cool or clean."""
     game, state = episode.engine.game, episode.state
     placed = zip(game.receptacles, state.contents, strict=True)
-    facts = [Fact("inreceptacle", (game.items[i].name, place.name)) for place, mask in placed for i in bits(mask)]
+    facts = [
+        TextWorldFact("inreceptacle", (game.items[i].name, place.name)) for place, mask in placed for i in bits(mask)
+    ]
     conditions = {"ishot": state.hot, "iscool": state.cool, "isclean": state.clean}
-    facts += [Fact(name, (game.items[i].name,)) for name, mask in conditions.items() for i in bits(mask)]
+    facts += [TextWorldFact(name, (game.items[i].name,)) for name, mask in conditions.items() for i in bits(mask)]
     if state.held != NOWHERE:
-        facts.append(Fact("holds", ("agent", game.items[state.held].name)))
+        facts.append(TextWorldFact("holds", ("agent", game.items[state.held].name)))
     return facts

@@ -1,8 +1,8 @@
-"""Generated games as ALFWorld's files, for TextWorld, alfworld and everything built on them.
+"""Export generated games as ALFWorld's files, for TextWorld, alfworld and software built on them.
 
-The problem (places, things, goal) is written here. The rules and the sentences, a PDDL domain and a grammar, are read
-from the installed alfworld package when a game is exported: they are its authors' work and stay where they are. What
-TextWorld cannot show is lost: the picture, and with it the mark that a visual task is about.
+The problem (places, things, goal) is written here. Rules and sentences, a PDDL domain and a grammar, are read from the
+installed alfworld package at export: they are its authors' work and are not copied into this repository. The picture,
+which TextWorld cannot show, is lost, and with it the mark of a visual task.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from envs.household.world import NOWHERE, Game, Goal, Item, Receptacle, bits
 NO_ALFWORLD = "export takes the game's rules and sentences from the alfworld package, which is not installed: \
 uv sync --extra alfworld"
 
-# The domain mentions these types whether or not a home has them.
+# The domain mentions these types even where a home has none.
 _ITEM_TYPES = ("knife", "butterknife")
 _PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
 
@@ -31,13 +31,13 @@ _PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
 def export_split(
     environment: HouseholdEnvironment, split: str, out: str | os.PathLike[str], limit: int | None = None
 ) -> list[Path]:
-    """Write the first `limit` games of a split (default: all) into OUT, which is then an ALFWORLD_DATA folder.
+    """Write the first `limit` games of a split (default: all) into OUT, which becomes an ALFWORLD_DATA folder.
 
     Returns their folders, OUT/json_2.1.1/SPLIT/TASK/TRIAL, with game.tw-pddl and traj_data.json in each.
 
     Raises:
-        ValueError: for a split that does not exist, or a game that alfworld's rules and sentences do not fit.
-        FileExistsError: when OUT has games of that split: two exports in one folder could not be told apart.
+        ValueError: for an unknown split, or a game that alfworld's rules and sentences do not fit.
+        FileExistsError: when OUT has games of that split already.
         EnvironmentFailure: when the alfworld package is not installed.
     """
     tasks = environment.tasks(split)[:limit]
@@ -60,10 +60,10 @@ def export_split(
 
 
 def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]:
-    """Make the content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None where there is none.
+    """Return the content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None without one.
 
     Raises:
-        ValueError: when the game, read back, is another one (its names, order or phrases are not alfworld's).
+        ValueError: when the game, read back, differs (its names, order or phrases are not alfworld's).
         EnvironmentFailure: when the alfworld package is not installed.
     """
     domain, grammar = _rules()
@@ -74,7 +74,7 @@ def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]
         "solvable": walkthrough is not None,
         "walkthrough": list(walkthrough or ()),
     }
-    # The names of alfworld's places are part of what it reads, but no game of its release says them.
+    # Names of locations are read from a file, but no text of alfworld 0.4 contains them.
     if replace(load_game(data), locations=game.locations) != game:
         raise ValueError(f"the game {game.task!r} cannot be written as an ALFWorld game: read back, it is another one")
     return data
@@ -82,7 +82,7 @@ def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]
 
 @lru_cache(maxsize=1)
 def _rules() -> tuple[str, str]:
-    """Read alfworld's domain and grammar, without importing it: that would create folders in the user's home."""
+    """Read alfworld's domain and grammar without importing it, which would create folders in the user's home."""
     spec = importlib.util.find_spec("alfworld")
     if spec is None or not spec.submodule_search_locations:
         raise EnvironmentFailure(NO_ALFWORLD)
@@ -97,10 +97,10 @@ def _rules() -> tuple[str, str]:
 
 
 def _problem(game: Game) -> str:
-    """Write the PDDL problem: objects, first facts, goal. All in lower case, which is how TextWorld shows it."""
+    """Write the PDDL problem: objects, initial facts, goal. All in lower case, as TextWorld shows it."""
     items, places = _identifiers(game.items), _identifiers(game.receptacles)
     locations = [f"loc_bar_{position:03}" for position in range(len(game.start.standing))]
-    kinds = {  # what has to be declared, by PDDL type
+    kinds = {  # declarations, by PDDL type
         "agent": ["agent1"],
         "object": items,
         "receptacle": places,
@@ -133,7 +133,8 @@ def _problem(game: Game) -> str:
 
 
 def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
-    """Make names that sort as the things do, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
+    """Return identifiers that sort as the things do, and that alfworld's demangler turns into "mug 2" and "sinkbasin
+    1"."""
     return [
         f"{thing.type.removesuffix('basin')}_bar_{position:03}" + f"_bar_{thing.type}" * thing.type.endswith("basin")
         for position, thing in enumerate(things)
@@ -170,7 +171,7 @@ def _facts(game: Game, items: list[str], places: list[str], locations: list[str]
 
 
 def _about(task: Task, goal: Goal, scene: int) -> dict[str, Any]:
-    """Make the part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `games._task`)."""
+    """Return the part of ALFRED's `traj_data.json` that alfworld and `games._task` read; `key` is an addition."""
     return {
         "task_type": task.kind,
         "task_id": task.id,

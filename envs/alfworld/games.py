@@ -1,8 +1,7 @@
-"""Real ALFWorld games: `game.tw-pddl` files and the folder they come in.
+"""Real ALFWorld games: `game.tw-pddl` files and their folder.
 
 Of a game file only the problem (places, things, goal) and the phrases of its grammar are read: the rules are the same
-in every release and live in `engine.py`. Names are given out as alfworld's demangler does, so that "cabinet 3" here is
-"cabinet 3" there.
+in every release and are implemented in `engine.py`. Names are assigned as alfworld's demangler does.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ _HOW_TO_GET = (
     "as data_root or in the environment variable ALFWORLD_DATA."
 )
 
-_MEND = "move its folder away, or get the games anew (`alfworld-download --force`)"
+_REMEDY = "move its folder away, or get the games anew (`alfworld-download --force`)"
 
 
 class AlfworldGames:
@@ -46,11 +45,11 @@ class AlfworldGames:
         self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, split: str) -> list[Task]:
-        """List the games of a split that alfworld itself would play, in an order that is always the same and has
-        nothing to do with their kinds: the first n are a fair sample (by path, they would all be of one kind).
+        """List a split's games that alfworld itself would play, in a fixed order independent of their kinds, so that
+        the first n are a fair sample.
 
         Raises:
-            ValueError: for a split that is neither ALFWorld's nor a folder of games (as an export makes).
+            ValueError: for a split that is neither ALFWorld's nor a folder of games (as written by an export).
             FileNotFoundError: for one of ALFWorld's that is not installed.
         """
         found = sorted(path.name for path in self._root.glob("*") if path.is_dir()) if self._root else []
@@ -61,11 +60,11 @@ class AlfworldGames:
         return list(self._tasks[split])
 
     def game(self, task: Task) -> tuple[Game, None]:
-        """Read the game of a task (nothing is marked in real games)."""
+        """Read the game of a task (real games mark nothing)."""
         return with_goal(read_game(self.path(task)), task), None
 
     def worlds(self, split: str) -> list[Task]:
-        """Return the split's tasks: each game is a world of its own."""
+        """Return the split's tasks: each game is a world."""
         return self.tasks(split)
 
     def path(self, task: Task) -> Path:
@@ -92,7 +91,7 @@ class AlfworldGames:
 
 
 def _task(split: str, folder: Path, relative: str) -> Task | None:
-    """Return the task of one game file; None for the games alfworld leaves out."""
+    """Return the task of one game file; None for games that alfworld leaves out."""
     path = folder / relative
     if (trial := read_trial(path.parent)) is None:
         return None
@@ -103,14 +102,14 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     if number is None:
         number = path.parent.parent.name.rsplit("-", 1)[-1]
     scene = str(about_scene.get("floor_plan") or f"FloorPlan{number}")
-    # What tells an exported home from all others is its key: its label, "home 17", comes again in every split.
+    # The key identifies an exported home: labels such as "home 17" repeat in every split.
     isolation = {"gamefile": (id_.partition("/")[2],), "scene": (str(about_scene.get("key") or scene),)}
     return Task(
         id_,
         task_sentence(data["grammar"]),
-        scene,
-        split,
-        about["task_type"],
+        scene=scene,
+        split=split,
+        kind=about["task_type"],
         data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()},
         isolation=isolation,
     )
@@ -135,18 +134,18 @@ def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, 
     if not data.get("solvable"):
         return None
     if missing := {"pddl_problem", "grammar"} - data.keys():
-        raise ValueError(f"{game} is no game of ALFWorld (it has no {', '.join(sorted(missing))}): {_MEND}")
+        raise ValueError(f"{game} is no game of ALFWorld (it has no {', '.join(sorted(missing))}): {_REMEDY}")
     return about, content, data
 
 
 def _read_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Read a JSON object; ValueError, with what to do, where it is none."""
+    """Read a JSON object; ValueError, with a remedy, for anything else."""
     try:
         found = parse_json(content)
     except ValueError as error:  # neither UTF-8 nor JSON
-        raise ValueError(f"{path} is broken ({error}): {_MEND}") from error
+        raise ValueError(f"{path} is broken ({error}): {_REMEDY}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} where ALFWorld has an object: {_MEND}")
+        raise ValueError(f"{path} holds a {type(found).__name__} where ALFWorld has an object: {_REMEDY}")
     return found
 
 
@@ -162,20 +161,20 @@ def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
 
 
 def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
-    """Build a `Game` from a game file's content; ValueError where the problem or its goal is none of ALFWorld's.
+    """Build a `Game` from a game file's content; ValueError where problem or goal are not ALFWorld's.
 
-    `shuffle` deals the numbers in things' names out anew, as alfworld's domain randomization does.
+    `shuffle` reassigns the numbers in things' names, as alfworld's domain randomization does.
     """
-    # PDDL does not tell upper from lower case, and the planner below alfworld makes everything lower case.
+    # PDDL ignores case, and alfworld's planner converts everything to lower case.
     found, goal = _read_problem(data["pddl_problem"].lower())
     facts = _Facts(found, shuffle)
     fitting = facts.of("cancontain")
     return Game(
         _receptacles(facts),
         _items(facts),
-        _start(facts),
-        _read_goal(goal),
-        task_sentence(data["grammar"]),
+        start=_start(facts),
+        goal=_read_goal(goal),
+        task=task_sentence(data["grammar"]),
         can_contain=frozenset((place.removesuffix("type"), item.removesuffix("type")) for place, item in fitting),
         wording=_read_wording(data["grammar"]),
         locations=tuple(facts.names[location] for location in facts.locations),
@@ -213,7 +212,7 @@ GOALS = {  # as PDDL
 
 
 def _read_goal(goal: str) -> Goal:
-    """Recognise the goal by the predicates it is made of."""
+    """Recognise the goal by its predicates."""
     kind = next((kind for kind, formula in GOALS.items() if _predicates(formula) == _predicates(goal)), None)
     types = {
         variable: name.removesuffix("type") for variable, name in re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\)", goal)
@@ -242,7 +241,7 @@ class _Facts:
     def __init__(self, facts: Mapping[str, Sequence[tuple[str, ...]]], shuffle: Shuffle | None) -> None:
         self._facts = facts
         self.names = demangled((argument for group in facts.values() for fact in group for argument in fact), shuffle)
-        # TextWorld lists facts sorted by raw identifier: so are our numbers.
+        # Numbered by raw identifier, as TextWorld sorts facts.
         self.items = self._numbered(("objecttype", 0), ("inreceptacle", 0), ("objectatlocation", 0))
         self.places = self._numbered(("receptacletype", 0), ("inreceptacle", 1))
         self.locations = self._numbered(("receptacleatlocation", 1), ("objectatlocation", 1), ("atlocation", 1))
@@ -268,18 +267,24 @@ def _receptacles(facts: _Facts) -> tuple[Receptacle, ...]:
     types, openable = facts.types("receptacletype"), facts.having("openable")
     where = {place: facts.locations[at] for place, at in facts.of("receptacleatlocation")}
     return tuple(
-        Receptacle(facts.names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE), _position(id_))
+        Receptacle(
+            facts.names[id_],
+            types.get(id_, ""),
+            openable=id_ in openable,
+            location=where.get(id_, NOWHERE),
+            position=_position(id_),
+        )
         for id_ in facts.places
     )
 
 
 _COORDINATES = re.compile(r"\w+?_bar_" + "_bar_".join([r"_?(plus|minus)_(\d+)_dot_(\d+)"] * 3))
 _STAND = re.compile(r"loc_bar_(_minus_|_?)(\d+)_bar_(_minus_|_?)(\d+)_bar_\d+_bar_.+")
-_STEP = 0.25  # metres of AI2-THOR's grid, in which the agent's places are counted
+_STEP = 0.25  # metres per unit of AI2-THOR's grid of agent positions
 
 
 def _position(id_: str) -> Position | None:
-    """Read AI2-THOR's coordinates, metres that are spelt out in the identifier; None where there are none."""
+    """Parse AI2-THOR's coordinates (metres) from an identifier; None without any."""
     if (found := _COORDINATES.match(id_)) is None:
         return None
     signs, whole, part = found.groups()[::3], found.groups()[1::3], found.groups()[2::3]
@@ -288,7 +293,7 @@ def _position(id_: str) -> Position | None:
 
 
 def _stand(id_: str) -> Position | None:
-    """Read where the agent stands from a place's identifier; None where it does not say."""
+    """Parse the agent's position from a location's identifier; None without any."""
     if (found := _STAND.fullmatch(id_)) is None:
         return None
     x, z = (float(f"{'-' * bool(s.strip('_'))}{n}") * _STEP for s, n in (found.group(1, 2), found.group(3, 4)))
@@ -331,10 +336,9 @@ def _start(facts: _Facts) -> State:
 
 
 def demangled(ids: Iterable[str], shuffle: Shuffle | None = None) -> dict[str, str]:
-    """Make readable names for raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
+    """Return readable names of raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
 
-    Within a kind of thing the numbers fall in the order of the identifiers (which `shuffle` may change), as alfworld
-    gives them out: the first one gets the highest.
+    Within a kind of thing numbers fall in the order of the identifiers (which `shuffle` may change), as in alfworld.
     """
     names, of_kind = {}, Counter[str]()
     ordered = sorted(set(ids))
@@ -344,12 +348,12 @@ def demangled(ids: Iterable[str], shuffle: Shuffle | None = None) -> dict[str, s
         kind, bar, _ = id_.partition("_bar_")
         kind += "basin" * ("basin" in id_)
         of_kind[kind] += bool(bar)
-        names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # what has no bar is not numbered
+        names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # names without a bar are not numbered
     return names
 
 
 def opening(engine: Engine) -> str:
-    """Tell how TextWorld opens a game: banner, room and task."""
+    """Return TextWorld's opening of a game: banner, room and task."""
     return f"{BANNER}\n\n{engine.intro()}\n\nYour task is to: {engine.game.task}."
 
 
@@ -391,5 +395,5 @@ def _rule(grammar: str, symbol: str, default: str) -> str:
 
 
 def _slots(text: str) -> str:
-    """Write "{r.name}" as "{r}": the engine fills in names only; "lend" is where a walk ends."""
+    """Replace "{r.name}" by "{r}": the engine fills in names alone; "lend" is where a walk ends."""
     return re.sub(r"\{(o|r)\.name\}", r"{\1}", text).replace("{lend.name}", "{l}")

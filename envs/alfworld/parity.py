@@ -1,8 +1,8 @@
-"""Both engines side by side: the same games and commands, every answer compared, and both timed.
+"""Parity of the native engine with TextWorld: the same games and commands, every answer compared, and both timed.
 
-A walk is a game's stored walkthrough (or the expert's plan), then random commands from wherever that ends: possible
-ones, with the verb drawn first so that heating or slicing are not drowned by the many ways to walk, and impossible or
-nonsensical ones. After every command text, admissible commands, `won` and all changing facts must be equal.
+A walk is a game's stored walkthrough (or the expert's plan), then random commands: possible ones, with the verb drawn
+first so that heating or slicing are not outnumbered by the many ways to walk, and impossible or nonsensical ones. After
+every command text, admissible commands, `won` and all changing facts must be equal.
 """
 
 import copy
@@ -22,7 +22,7 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
-from envs.alfworld.environment import NO_TEXTWORLD, Fact, Seen, TextWorldGame
+from envs.alfworld.environment import NO_TEXTWORLD, EngineOutput, StateFact, TextWorldGame
 from envs.alfworld.games import load_game, opening
 from envs.base import EnvironmentFailure, Task
 from envs.household.engine import Command, Engine
@@ -32,10 +32,10 @@ from envs.household.world import APPLIANCES, NOWHERE, Game, bits
 
 T = TypeVar("T")
 _APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
-# How often a verb is drawn, against 2 for those that change something (all but walking and looking).
+# Weights of verbs; 2 for all others, which change something.
 _WEIGHT = {"go": 2.5, "look": 0.7, "examine": 0.7, "inventory": 0.2, "help": 0.05, "close": 1.0}
-IMPOSSIBLE = 0.15  # share of a random walk's commands that are not in the list
-GARBAGE = (
+IMPOSSIBLE = 0.15  # share of a random walk's commands that are not admissible
+NONSENSE = (
     "",
     "   ",
     "look around",
@@ -59,28 +59,28 @@ GARBAGE = (
 
 
 class NativeGame:
-    """One game in the native engine, showing what `TextWorldGame` shows."""
+    """One game in the native engine, with the interface of `TextWorldGame`."""
 
     def __init__(self, game: Game) -> None:
         self.game, self._engine = game, Engine(game)
         self._state = self._engine.reset()
         self._commands: dict[str, Command] = {}
 
-    def reset(self) -> Seen:
+    def reset(self) -> EngineOutput:
         self._state = self._engine.reset()
         return self._seen(opening(self._engine))
 
-    def step(self, command: str) -> Seen:
+    def step(self, command: str) -> EngineOutput:
         return self._seen(self._engine.step(self._state, command, self._commands))
 
     def plan(self) -> list[str] | None:
         return plan(self._engine, self._state)
 
-    def _seen(self, text: str) -> Seen:
+    def _seen(self, text: str) -> EngineOutput:
         self._commands = self._engine.commands(self._state)
-        return Seen(text, tuple(sorted(self._commands)), self._engine.won(self._state), self._facts())
+        return EngineOutput(text, tuple(sorted(self._commands)), self._engine.won(self._state), self._facts())
 
-    def _facts(self) -> frozenset[Fact]:
+    def _facts(self) -> frozenset[StateFact]:
         state, items, places = self._state, self.game.items, self.game.receptacles
         facts = {
             ("in", items[i].name, place.name)
@@ -97,8 +97,8 @@ class NativeGame:
 
 
 @dataclass
-class Compared:
-    """What was compared, over one game or many. `different` counts steps, of which one may show several differences."""
+class ParityReport:
+    """The comparison of one game or many. `different` counts steps, each with one or more differences."""
 
     steps: int = 0
     different: int = 0
@@ -106,7 +106,7 @@ class Compared:
     games: Counter[str] = field(default_factory=Counter)  # by "split/task type"
     verbs: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "Compared") -> None:
+    def add(self, other: "ParityReport") -> None:
         self.steps += other.steps
         self.different += other.different
         self.differences += other.differences
@@ -115,7 +115,7 @@ class Compared:
 
 
 def find_games(root: Path) -> list[Path]:
-    """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError where there is none."""
+    """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError for none."""
     games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
     if not games:
         raise FileNotFoundError(
@@ -132,7 +132,7 @@ def kind_of(path: Path) -> str:
 
 
 def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
-    """Choose games in a seeded order in which every split and task type comes up in turn; repeated when too few."""
+    """Choose games in a seeded order in which splits and task types alternate; repeated when too few."""
     groups: dict[str, list[Path]] = {}
     for path in games:
         groups.setdefault(kind_of(path), []).append(path)
@@ -144,12 +144,12 @@ def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
 
 def compare(
     games: Sequence[Path], steps: int, seed: int, per_game: int = 400, jobs: int = 1, plain: bool = False
-) -> Iterator[Compared]:
-    """Compare `steps` steps, `per_game` in each game but the last; yields game by game, in order.
+) -> Iterator[ParityReport]:
+    """Compare `steps` steps, `per_game` in each game but the last; yield reports game by game, in order.
 
     Args:
         jobs: processes.
-        plain: TextWorld untouched instead of `quickened`, ten times slower.
+        plain: use TextWorld unchanged instead of `memoised_textworld`, ten times slower.
     """
     lengths = [min(per_game, steps - done) for done in range(0, steps, per_game)]
     chosen = choose_games(games, len(lengths), seed)
@@ -163,58 +163,58 @@ def compare(
 
 
 @contextmanager
-def quickened() -> Iterator[None]:
-    """TextWorld with its parsers memoised and its contexts copied flat (nothing in it changes what they hold)."""
+def memoised_textworld() -> Iterator[None]:
+    """Memoise TextWorld's parsers and copy its contexts shallowly (nothing in it changes their values)."""
     try:
         from textworld.envs.pddl import textgen
         from textworld.logic import Rule
     except ImportError as error:
         raise EnvironmentFailure(f"{NO_TEXTWORLD} ({error})") from error
-    kept: Any = (textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query)
-    parse = functools.lru_cache(maxsize=None)(kept[0])
+    original: Any = (textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query)
+    parse = functools.lru_cache(maxsize=None)(original[0])
     textgen._parse_and_convert = lambda *words, **named: copy.deepcopy(parse(*words, **named))
     textgen.copy_context = lambda context: {
         **context,
         "variables": dict(context["variables"]),
         "mapping": dict(context["mapping"]),
     }
-    Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(kept[2])
+    Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(original[2])
     try:
         yield
     finally:
-        textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query = kept
+        textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query = original
 
 
-def _compare_game(walk: tuple[Path, int, int], plain: bool) -> Compared:
-    with nullcontext() if plain else quickened():
+def _compare_game(walk: tuple[Path, int, int], plain: bool) -> ParityReport:
+    with nullcontext() if plain else memoised_textworld():
         return compare_game(*walk)
 
 
-def compare_game(path: Path, seed: int, steps: int) -> Compared:
-    """Walk `steps` commands through both engines."""
+def compare_game(path: Path, seed: int, steps: int) -> ParityReport:
+    """Play `steps` commands in both engines."""
     content = json.loads(path.read_text(encoding="utf-8"))
     theirs, ours = TextWorldGame(path), NativeGame(load_game(content))
     name, draw = "/".join(path.parts[-4:-1]), random.Random(f"{seed} {path.name}")
-    compared = Compared(games=Counter([kind_of(path)]))
-    compared.differences += _differences(f"{name}, step 0, '(reset)'", theirs.reset(), seen := ours.reset())
-    compared.different += bool(compared.differences)
+    report = ParityReport(games=Counter([kind_of(path)]))
+    report.differences += _differences(f"{name}, step 0, '(reset)'", theirs.reset(), seen := ours.reset())
+    report.different += bool(report.differences)
     commands = _walk(ours.game, content.get("walkthrough") or ours.plan() or [], draw)
     command = next(commands)
     for step in range(1, steps + 1):
         possible = command.strip() in seen.admissible
         expected, seen = theirs.step(command), ours.step(command)
         found = _differences(f"{name}, step {step}, {command!r}", expected, seen)
-        compared.different += bool(found)
-        compared.differences += found
-        compared.verbs[command.split()[0] if possible else "(refused)"] += 1
+        report.different += bool(found)
+        report.differences += found
+        report.verbs[command.split()[0] if possible else "(refused)"] += 1
         command = commands.send(expected.admissible)
     theirs.close()
-    compared.steps = steps
-    return compared
+    report.steps = steps
+    return report
 
 
 def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Generator[str, tuple[str, ...], None]:
-    """Yield the commands of one walk; `send` it the commands that are admissible after each."""
+    """Yield the commands of one walk; `send` it the admissible commands after each."""
     admissible: tuple[str, ...] = ("look",)
     for command in walkthrough:
         admissible = yield command
@@ -229,14 +229,14 @@ def _possible(admissible: Sequence[str], draw: random.Random) -> str:
     verbs = sorted(by_verb)
     verb = draw.choices(verbs, [_WEIGHT.get(verb, 2.0) for verb in verbs])[0]
     commands = by_verb[verb]
-    if verb == "go" and draw.random() < 0.4:  # where something can be done to what is in hand
+    if verb == "go" and draw.random() < 0.4:  # to an appliance for the held item
         commands = [command for command in commands if command.split()[2] in _APPLIANCES] or commands
     command = draw.choice(commands)
     return f"  {command}\n" if draw.random() < 0.02 else command
 
 
 def _impossible(game: Game, draw: random.Random) -> str:
-    """Draw a command that is rarely in the list: well formed about random things, misspelt, or nonsense."""
+    """Draw a command that is rarely admissible: well formed about random things, misspelt, or nonsense."""
     item, other = draw.choice(game.items).name, draw.choice(game.items).name
     place = draw.choice(game.receptacles).name
     formed = (
@@ -257,34 +257,34 @@ def _impossible(game: Game, draw: random.Random) -> str:
         f"put {item} in {place}",
         f"take {item}",
     )
-    return draw.choice(GARBAGE) if draw.random() < 0.2 else draw.choice(formed)
+    return draw.choice(NONSENSE) if draw.random() < 0.2 else draw.choice(formed)
 
 
-def _differences(where: str, theirs: Seen, ours: Seen) -> list[str]:
+def _differences(where: str, theirs: EngineOutput, ours: EngineOutput) -> list[str]:
     """Describe the answers in which the engines differ: text, admissible, won or facts."""
     found = []
     for what in ("text", "admissible", "won", "facts"):
         expected, got = getattr(theirs, what), getattr(ours, what)
         if expected != got:
-            if what in ("admissible", "facts"):  # only what one of them lacks
+            if what in ("admissible", "facts"):  # show the set differences alone
                 expected, got = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
             found.append(f"{where}: {what}\n  textworld: {expected!r}\n  native:    {got!r}")
     return found
 
 
-# Time ------------------------------------------------------------------------------------------------------------
+# Timing ----------------------------------------------------------------------------------------------------
 
 
 class Timing(NamedTuple):
-    """Of one engine. Seconds."""
+    """Times of one engine, in seconds."""
 
-    load: float  # reading a game's file, per game
-    reset: float  # once the file is read
-    step: float  # with the list of admissible commands
+    load: float  # read a game's file
+    reset: float  # of a game in memory
+    step: float  # including the list of admissible commands
 
 
 def measure(paths: Sequence[Path], steps: int, seed: int) -> tuple[Timing, Timing]:
-    """Time TextWorld as it is and the native engine, game by game in turn, on the same commands; returns the means."""
+    """Time unchanged TextWorld and the native engine, alternating by game, on the same commands; return the means."""
     theirs, ours = [], []
     for turn, path in enumerate(paths):
         commands, timing = _time_textworld(path, steps, random.Random(f"{seed} {turn}"))
@@ -317,31 +317,16 @@ def _time_textworld(path: Path, steps: int, draw: random.Random) -> tuple[list[s
 
 
 def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Timing:
-    """Time the very class that agents use, over and over for `least` seconds: one walk is too short."""
+    """Time the agents' environment class, repeated for `least` seconds: one walk is too short."""
     load, game = _timed(lambda: _load(path))
-    env = EngineEnvironment(cast(Games, SimpleNamespace(game=lambda _: (game, None))), images=False, image_size=64)
-    task = Task(path.parent.name, game.task, "", "", game.goal.kind)
+    env = EngineEnvironment(cast(Games, SimpleNamespace(game=lambda _: (game, None))), images=False)
+    task = Task(path.parent.name, game.task, scene="", split="", kind=game.goal.kind)
     walks, resetting, stepping = 0, 0.0, 0.0
     while stepping < least:
         resetting += _timed(lambda: env.reset(task))[0]
         stepping += _timed(lambda: [env.step(command) for command in commands])[0]
         walks += 1
     return Timing(load, resetting / walks, stepping / (walks * len(commands)))
-
-
-def live_memory(paths: Sequence[Path]) -> float:
-    """Return the MiB that these games take while all are played natively (allocations, as Python counts them)."""
-    import tracemalloc
-
-    tracemalloc.start()
-    try:
-        games = [NativeGame(_load(path)) for path in paths]
-        for game in games:
-            for command in game.reset().admissible:
-                game.step(command)
-        return tracemalloc.get_traced_memory()[0] / 2**20
-    finally:
-        tracemalloc.stop()
 
 
 def by_kind(counts: Mapping[str, int]) -> str:

@@ -3,8 +3,8 @@
     import gymnasium
     envs = gymnasium.make_vec("envs.alfworld.vector:memcompiler/ALFWorld-v0", num_envs=64, split="train")
 
-An episode that is over starts the next game of the order at the next step (`AutoresetMode.NEXT_STEP`); the command for
-it is not read then.
+A finished episode is replaced by the next game of the order at the next step (`AutoresetMode.NEXT_STEP`), which ignores
+its command.
 """
 
 import os
@@ -22,21 +22,21 @@ from envs.alfworld.episodes import Episode, game_order
 from envs.alfworld.games import AlfworldGames
 
 ID = "memcompiler/ALFWorld-v0"
-LONGEST_TEXT, LONGEST_COMMAND = 8192, 256  # characters; far above what a game says and understands
+LONGEST_TEXT, LONGEST_COMMAND = 8192, 256  # characters, far above those of any text and command
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class AlfworldVectorEnv(VectorEnv):
-    """`num_envs` games at a time, in an order that `reset(seed=...)` draws.
+    """`num_envs` games at a time, in an order drawn by `reset(seed=...)`.
 
-    Observations and actions are tuples of strings. A reward is 1 when a game is won, which terminates it;
+    Observations and actions are tuples of strings. The reward is 1 when a game is won, which terminates it;
     `max_episode_steps` truncates it. Infos, each an array with its mask as Gymnasium writes them: admissible_commands,
     won, goal_condition_success_rate, extra.gamefile.
 
     Args:
-        split: "train", "valid_seen", "valid_unseen", or a folder that `memcompiler env export` wrote.
+        split: "train", "valid_seen", "valid_unseen", or a folder written by `memcompiler env export`.
         data_root: folder of json_2.1.1 (default: $ALFWORLD_DATA).
 
     Raises:
@@ -65,7 +65,7 @@ class AlfworldVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Start the next games; with a seed, those that the seed's order begins with. `options` are not read."""
+        """Start the next games; with a seed, the first of the seed's order. `options` are ignored."""
         super().reset(seed=seed)
         if seed is not None or not self._episodes:
             self._order = game_order(self._files, int(self.np_random.integers(2**32)))
@@ -73,7 +73,7 @@ class AlfworldVectorEnv(VectorEnv):
         return self._seen()
 
     def step(self, actions: Sequence[str]) -> tuple[tuple[str, ...], Floats, Flags, Flags, dict[str, Any]]:
-        """Carry out one command a game; ValueError for another number of them, ResetNeeded before the first reset."""
+        """Carry out one command per game; ValueError for another number of them, ResetNeeded before the first reset."""
         if not self._episodes:
             raise gymnasium.error.ResetNeeded("no live episodes: call reset() first")
         if len(actions) != self.num_envs:

@@ -1,11 +1,10 @@
-"""What runs inside EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
+"""Code that runs in EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
 
-Python 3.9; nothing but the standard library, EmbodiedBench, and the numpy and Pillow that it depends on. Written
-against EmbodiedBench at commit fc59f55.
+Python 3.9; imports the standard library, EmbodiedBench, and its dependencies numpy and Pillow alone. Written against
+EmbodiedBench at commit fc59f55.
 
-An action is the text of a skill (or its number). One that is no skill never reaches the simulator: as in
-EmbodiedBench's own evaluators it counts as an invalid action, costs no environment step, and ends the episode at the
-invalid-action limit.
+An action is the text of a skill (or its number). Anything else never reaches the simulator: as in EmbodiedBench's own
+evaluators it counts as an invalid action, costs no environment step, and ends the episode at the invalid-action limit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VOXELS, ANGLES = 100, 120  # EB-Manipulation: places are voxels of the table's s
 
 
 def host(benchmark: str, **arguments: Any) -> HostedEmbodiedBench:
-    """Make what plays one of the four, by name; `arguments` are those of `HostedEmbodiedBench`."""
+    """Create the host of one of the four benchmarks; `arguments` are those of `HostedEmbodiedBench`."""
     if benchmark not in BENCHMARKS:
         raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(BENCHMARKS)}")
     return BENCHMARKS[benchmark](benchmark, **arguments)
@@ -38,19 +37,19 @@ def host(benchmark: str, **arguments: Any) -> HostedEmbodiedBench:
 class HostedEmbodiedBench:
     """One simulator of one benchmark, started at the first reset and again only when the next task needs another.
 
-    What is written here is EB-ALFRED's and EB-Navigation's way, which the other two change: a task is an entry put into
-    `env.dataset`, which carries all, so that one simulator plays every split.
+    The defaults are EB-ALFRED's and EB-Navigation's, which the other two override: a task is an entry in `env.dataset`,
+    so that one simulator plays every split.
 
     Args:
         home: the checkout of EmbodiedBench; "" where the package `embodiedbench` is installed from one.
-        data_root: where `tasks` looks for task files; "" for the checkout.
+        data_root: folder of task files; "": the checkout.
         resolution: side of the square picture, in pixels.
     """
 
-    plain = True  # dicts in and out, also where `envs.base` could be imported
+    plain = True  # dicts in and out, even where `envs.base` can be imported
     module = class_name = ""
     any_eval_set = "base"
-    one_for_all_sets = True  # False: each split has its simulator, which alone can list it
+    one_for_all_sets = True  # False: each split needs its own simulator, which lists it
 
     def __init__(self, name: str, home: str = "", data_root: str = "", resolution: int = 500) -> None:
         self.name, self.home, self.resolution = name, _checkout(home), resolution
@@ -61,24 +60,24 @@ class HostedEmbodiedBench:
         self._image: Any = None
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
-        """List a split from files where there are any, else from the simulator (a start of it, or minutes)."""
+        """List a split from files where there are any, otherwise from the simulator (seconds to minutes)."""
         try:
             return task_files.list_tasks(self.name, split, self.data_root)
         except task_files.NoTaskFile as missing:
             if self.one_for_all_sets:
-                raise FileNotFoundError(str(missing)) from missing  # by a name that the pool knows
+                raise FileNotFoundError(str(missing)) from missing  # an exception type that the pool passes on
             self._start(split)
-            self._done = True  # listing may have moved the simulator away from a running episode
+            self._done = True  # listing may have ended a running episode
             return self.list_from_simulator(split)
 
     def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         self._start(task["data"].get("eval_set", self.any_eval_set))
         self.select(task)
         pixels = self.env.reset()
-        said = self.env.episode_language_instruction
-        if said.strip() != task["goal"]:
+        instruction = self.env.episode_language_instruction
+        if instruction.strip() != task["goal"]:
             raise RuntimeError(
-                f"asked for the episode {task['goal']!r}, the simulator started {said!r}: the task files and"
+                f"asked for the episode {task['goal']!r}, the simulator started {instruction!r}: the task files and"
                 " EmbodiedBench's data are not of one version; list the tasks again"
             )
         self._unknown, self._success, self._progress, self._done = 0, False, 0.0, False
@@ -112,7 +111,7 @@ class HostedEmbodiedBench:
             self.env, self._eval_set = self.make(eval_set), eval_set
 
     def _count_invalid(self) -> bool:
-        """Count an action that is no skill, as EmbodiedBench's evaluators do; returns whether that ends the episode."""
+        """Count an invalid action, as EmbodiedBench's evaluators do; return whether that ends the episode."""
         self._unknown += 1
         if not hasattr(self.env, "_cur_invalid_actions"):
             return self._unknown >= MAX_UNKNOWN_ACTIONS
@@ -120,15 +119,15 @@ class HostedEmbodiedBench:
         return self.env._cur_invalid_actions >= self.env._max_invalid_actions
 
     def _observation(self, text: str, pixels: Any) -> dict[str, Any]:
-        """Show `pixels` as the environment returned them; None for "as before"."""
+        """Build an observation from `pixels` as the environment returned them; None: the last ones."""
         if pixels is not None:
             self._image, self._extra = _picture(self.camera(pixels)), self.extra_text()
         skills = self.skills()
         admissible = None if skills is None else list(dict.fromkeys(skills))
-        said = f"{text}\n{self._extra}" if self._extra else text
-        return {"text": said, "image": self._image, "admissible": admissible}
+        text = f"{text}\n{self._extra}" if self._extra else text
+        return {"text": text, "image": self._image, "admissible": admissible}
 
-    # What differs between the four ------------------------------------------------------------------------------------
+    # Overridden by benchmarks ----------------------------------------------------------------------------------
 
     def make(self, eval_set: str) -> Any:
         return getattr(self.load(), self.class_name)(eval_set=self.any_eval_set, resolution=self.resolution)
@@ -194,33 +193,33 @@ class _Habitat(HostedEmbodiedBench):
         file = Path(module.__file__).parent / "datasets" / f"{eval_set}.pickle"
         if not file.exists():
             raise FileNotFoundError(f"EB-Habitat has no data set {file}")
-        if eval_set not in module.ValidEvalSets:  # its list holds the test sets only; training sets load the same way
+        if eval_set not in module.ValidEvalSets:  # its list has the test sets alone; training sets load the same way
             module.ValidEvalSets.append(eval_set)
         return module.EBHabEnv(eval_set=eval_set, resolution=self.resolution)
 
     def select(self, task: dict[str, Any]) -> None:
-        """Find the episode by what it says: habitat shuffles its episodes when it loads them."""
+        """Find the episode by its content: habitat shuffles its episodes when it loads them."""
         for index, episode in enumerate(self.env.dataset.episodes):
             if task_files.fingerprint(_record(episode)) == task["data"]["fingerprint"]:
-                _habitat_core(self.env).current_episode = episode  # habitat's own way to choose what reset starts
+                _habitat_core(self.env).current_episode = episode  # habitat's API to choose the next episode
                 self.env._current_episode_num = index
                 return
         raise RuntimeError(f"EB-Habitat's data set holds no episode {task['id']} ({task['goal']!r})")
 
     def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
-        """List in the file's order, which EmbodiedBench keeps as the episodes' numbers."""
+        """List in the file's order, which EmbodiedBench stores as the episodes' numbers."""
         episodes = sorted(self.env.dataset.episodes, key=lambda episode: int(episode.episode_id))
         return [task_files.habitat_task(_record(episode), split) for episode in episodes]
 
 
 class _Manipulation(HostedEmbodiedBench):
-    """Seven whole numbers instead of a skill: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
+    """Actions of seven integers: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
 
     module, one_for_all_sets = "embodiedbench.envs.eb_manipulation.EBManEnv", False
 
     def make(self, eval_set: str) -> Any:
         size = (self.resolution, self.resolution)
-        # No render mode: the film camera is not used, and its default asks for a window.
+        # No render mode: the default opens a window for an unused camera.
         return self.load().EBManEnv(eval_set=eval_set, img_size=size, render_mode=None)
 
     def select(self, task: dict[str, Any]) -> None:
@@ -238,11 +237,11 @@ class _Manipulation(HostedEmbodiedBench):
                 task_files.task(
                     f"{split}-{kind}-{variation}-{episode}",
                     env.episode_language_instruction,
-                    "",
-                    split,
-                    kind,
-                    {"eval_set": split, "index": str(index)},
-                    {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+                    scene="",
+                    split=split,
+                    kind=kind,
+                    data={"eval_set": split, "index": str(index)},
+                    isolation={"episode": [f"{split}/{kind}/{variation}/{episode}"]},
                 )
             )
         return listed
@@ -251,7 +250,7 @@ class _Manipulation(HostedEmbodiedBench):
         return None
 
     def skill(self, action: str) -> list[int] | None:
-        """Read "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
+        """Parse "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
         match = re.fullmatch(r"\D*?(-?\d+(?:\s*,\s*-?\d+){6})\D*", action.strip())
         if not match:
             return None
@@ -269,12 +268,12 @@ class _Manipulation(HostedEmbodiedBench):
         return self.env.last_frame_obs.get("front_rgb")
 
     def extra_text(self) -> str:
-        """Tell where the objects are: the benchmark's own prompt does, and no action could be aimed without."""
+        """List the objects' positions: the benchmark's own prompt does, and no action could be aimed without."""
         utilities = importlib.import_module("embodiedbench.envs.eb_manipulation.eb_man_utils")
-        seen = copy.deepcopy(self.env.last_frame_obs)  # the function below changes what it is given
+        seen = copy.deepcopy(self.env.last_frame_obs)  # the function below changes its argument
         places = utilities.form_object_coord_for_input(seen, self.env.task_class, ["front_rgb"])[0]
-        told = ", ".join(f"{name}: [{', '.join(str(int(v)) for v in place)}]" for name, place in places.items())
-        return f"Objects at [x, y, z]: {told}." if told else ""
+        listed = ", ".join(f"{name}: [{', '.join(str(int(v)) for v in place)}]" for name, place in places.items())
+        return f"Objects at [x, y, z]: {listed}." if listed else ""
 
 
 BENCHMARKS = {
@@ -286,7 +285,7 @@ BENCHMARKS = {
 
 
 def _checkout(home: str) -> str:
-    """Make the package `embodiedbench` importable and return the folder that holds it."""
+    """Make the package `embodiedbench` importable and return its folder."""
     if home:
         folder = Path(home).resolve()
         if not (folder / "embodiedbench").is_dir():
@@ -305,7 +304,7 @@ def _checkout(home: str) -> str:
 
 
 def skill_index(action: str, skills: list[str]) -> int | None:
-    """Find the skill that a text means: as it stands, else but for case, articles and punctuation, else by number."""
+    """Find the skill of a text: exactly, or without case, articles and punctuation, or by number."""
     text = action.strip()
     with contextlib.suppress(ValueError):
         return skills.index(text)
@@ -324,7 +323,7 @@ def _plain(text: str) -> str:
 
 
 def _picture(pixels: Any) -> Any:
-    """Make a PIL image of an array of height x width x 1, 3 or 4 (bytes, or floats in [0, 1]; a torch tensor too)."""
+    """Convert an array of height x width x 1, 3 or 4 (bytes, floats in [0, 1], or a torch tensor) to a PIL image."""
     if pixels is None:
         return None
     import numpy

@@ -1,4 +1,4 @@
-"""What executor and compiler are told about EmbodiedBench's four (`EnvSpec.instructions`, `EnvSpec.compiling`)."""
+"""Instructions of executor and compiler for EmbodiedBench (`EnvSpec.instructions`, `EnvSpec.compiling`)."""
 
 _ANSWER = "Answer with exactly one command, in the words of the list below, and nothing else."
 

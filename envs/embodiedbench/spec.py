@@ -1,7 +1,7 @@
-"""Our side of EmbodiedBench's four benchmarks: settings, where the installation is, its tasks, and how it is started.
+"""Settings, installation check and launcher of EmbodiedBench's four benchmarks.
 
-Tasks that are files are listed without EmbodiedBench; only EB-Manipulation, and EB-Habitat from its own pickles, ask a
-worker. Pickles are opened by EmbodiedBench in its own process and never here.
+Tasks in files are listed without EmbodiedBench; EB-Manipulation's, and EB-Habitat's from its own pickles, are listed by
+a worker. Pickles are opened by EmbodiedBench in its own process alone.
 """
 
 import json
@@ -30,7 +30,7 @@ HOME = "EMBODIEDBENCH_HOME"
 
 
 class EmbodiedBenchSettings(EnvSettings):
-    """One of the four, in a Python of its own; a simulator in every worker."""
+    """Settings of one of the four benchmarks, with a simulator in every worker."""
 
     name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
     HOW = EnvSettings.HOW | {"data_root", "python", "home"}
@@ -48,12 +48,12 @@ class EmbodiedBenchSettings(EnvSettings):
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """How one benchmark is installed: EmbodiedBench needs three conda environments for its four."""
+    """Requirements of one benchmark: EmbodiedBench needs three conda environments for its four."""
 
-    variable: str  # names the interpreter
-    conda: str  # EmbodiedBench's own name for that environment
-    modules: tuple[str, ...]  # what its environment class imports besides `_SHARED_MODULES`, the simulator first
-    data: str = ""  # what must be downloaded into the checkout, below embodiedbench/envs; "" when git brings all
+    variable: str  # environment variable with the interpreter
+    conda: str  # EmbodiedBench's name of the conda environment
+    modules: tuple[str, ...]  # imports of its environment class besides `_SHARED_MODULES`, the simulator first
+    data: str = ""  # data to download into the checkout, below embodiedbench/envs; "": none
 
 
 _SHARED_MODULES = ("numpy", "PIL.Image", "embodiedbench")
@@ -70,7 +70,7 @@ INSTALLATIONS: Mapping[str, Installation] = {
 
 
 def interpreter(benchmark: str, python: str | None = None) -> str:
-    """Return EmbodiedBench's Python for this benchmark; FileNotFoundError where none is named that can be run."""
+    """Return EmbodiedBench's Python for this benchmark; FileNotFoundError where none is set or it cannot run."""
     place = INSTALLATIONS[benchmark]
     named = python or _variable(place.variable)
     if not named:
@@ -86,7 +86,7 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
 
 
 def worker_variables(benchmark: str) -> dict[str, str]:
-    """Return the environment variables that its simulator looks for: an X display, and where CoppeliaSim is."""
+    """Return the environment variables of its simulator: an X display, and the folder of CoppeliaSim."""
     variables = {"DISPLAY": os.environ.get("DISPLAY") or ":1"}  # 1 is what EmbodiedBench's startx opens
     simulator = _variable("COPPELIASIM_ROOT")
     if benchmark == "eb_manipulation" and simulator:
@@ -96,7 +96,7 @@ def worker_variables(benchmark: str) -> dict[str, str]:
 
 
 def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
-    """Say how a worker is started. Raises as `interpreter`."""
+    """Return how to start a worker. Raises as `interpreter`."""
     home, data_root = _home(settings), settings.data_root
     arguments = {
         "benchmark": settings.name,
@@ -113,7 +113,7 @@ def _home(settings: EmbodiedBenchSettings) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return the path that an environment variable names, or ""."""
+    """Return the path in an environment variable, or ""."""
     return expand_home(os.environ.get(name, ""))
 
 
@@ -121,8 +121,8 @@ def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None
     """List a split from the official files, in their order; None where only the simulator can.
 
     Raises:
-        ValueError: no such split.
-        FileNotFoundError: no task files, and no EmbodiedBench to ask; the message says what to set.
+        ValueError: unknown split.
+        FileNotFoundError: no task files, and no EmbodiedBench installation; the message says what to set.
     """
     root = settings.data_root or _home(settings)
     try:
@@ -135,7 +135,7 @@ def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None
         return None
 
 
-# Run by EmbodiedBench's own Python: import what is named, then say where everything is.
+# Run by EmbodiedBench's own Python: import the named modules, then report where they are.
 _IMPORT_ALL = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -146,14 +146,14 @@ print(json.dumps({"python": sys.version.split()[0], "package": list(embodiedbenc
 
 
 def import_all(benchmark: str, seconds: float = 100.0) -> str:
-    """Import the simulator in its own Python, and look for what must be downloaded into the checkout."""
+    """Import the simulator in its own Python, and look for the data to download into the checkout."""
     place = INSTALLATIONS[benchmark]
     if not os.environ.get(place.variable):
         raise Missing(f"{place.variable} is not set")
     command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules, *_SHARED_MODULES]
     paths = [path for path in (_variable(HOME), os.environ.get("PYTHONPATH")) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
-    with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
+    with tempfile.TemporaryDirectory() as folder:  # some of these modules write into the working directory
         try:
             done = subprocess.run(
                 command,
@@ -198,7 +198,7 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
-        lists_commands=benchmark != "eb_manipulation",  # the scene's skills, as their words are all that counts
+        lists_commands=benchmark != "eb_manipulation",  # the scene's skills must be matched word by word
         compiling=COMPILING[benchmark],
     )
 

@@ -43,7 +43,7 @@ SPLITS = {
     "eb_manipulation": ("base", "common_sense", "complex", "spatial", "visual"),
 }
 
-# How EB-Habitat's instructions name places; with the object's name they are what a template leaves open.
+# Names of places in EB-Habitat's instructions, which a template replaces, as it does objects.
 PLACES = re.compile(
     r"\b(?:(?:left|right) (?:kitchen )?counter|(?:brown|black) table|tv stand|sofa|sink|fridge|refrigerator"
     r"|(?:left|right) drawer|cabinet(?: \d+)?)\b"
@@ -51,14 +51,14 @@ PLACES = re.compile(
 
 
 class NoTaskFile(LookupError):
-    """The tasks are in no file that can be read here; only the running simulator (or more data) can list them."""
+    """No readable file lists the tasks; the running simulator (or more data) can."""
 
 
 def list_tasks(benchmark: str, split: str, data_root: str) -> list[dict[str, Any]]:
     """List a split, in the order of the official files.
 
     Raises:
-        ValueError: for a benchmark or split that does not exist.
+        ValueError: for an unknown benchmark or split.
         NoTaskFile: when `data_root` holds no readable file for it.
     """
     if benchmark not in SPLITS:
@@ -81,7 +81,7 @@ def list_tasks(benchmark: str, split: str, data_root: str) -> list[dict[str, Any
 def task(
     id: str, goal: str, scene: str, split: str, kind: str, data: dict[str, str], isolation: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """Make the fields of an `envs.base.Task`."""
+    """Return the fields of an `envs.base.Task`."""
     return {
         "id": id,
         "goal": goal.strip(),
@@ -95,16 +95,16 @@ def task(
 
 
 def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[str, Any]:
-    """Make a task of ALFRED's folder `name`, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
+    """Create a task of ALFRED's folder `name`, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
     episode = f"{name}#{repeat}"
     scene, kind = f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}", name.split("-", 1)[0]
-    # The untouched instruction: the benchmark's own entry is put together from these three.
+    # The unchanged instruction: the benchmark's own entry consists of these three.
     data = {"task": name, "repeat_idx": str(repeat), "instruction": instruction}
-    return task(episode, instruction, scene, split, kind, data, {"episode": [episode]})
+    return task(episode, instruction, scene=scene, split=split, kind=kind, data=data, isolation={"episode": [episode]})
 
 
 def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
-    """List a test set; or as "train" (paper C.1) every annotation of json_2.1.0 but the test sets' pairs."""
+    """List a test set; "train" (paper C.1) is every annotation of json_2.1.0 except the test sets' pairs."""
     splits = _read(root, "eb_alfred/splits.json", "embodiedbench/envs/eb_alfred/data/splits/splits.json")
     if split != "train":
         return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in splits[split]]
@@ -122,18 +122,18 @@ def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
 
 
 def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
-    """Make a task of an episode's record, from a file or from the running simulator's data set."""
-    # v3_sc<apartment>_staging_<furniture>: the placement that persists over episodes
+    """Create a task from an episode's record, of a file or of the running simulator's data set."""
+    # v3_sc<apartment>_staging_<furniture>: the layout that persists across episodes
     instruction, layout = episode["instruction"], Path(episode["scene_id"]).name.split(".")[0]
     objects, mark = object_categories(episode), fingerprint(episode)
     return task(
         f"{split}-{mark}",
         instruction,
-        layout,
-        split,
-        f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
-        {"eval_set": split, "fingerprint": mark},
-        {
+        scene=layout,
+        split=split,
+        kind=f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
+        data={"eval_set": split, "fingerprint": mark},
+        isolation={
             "object": objects,
             "template": [instruction_template(instruction, objects)],
             "scene": [layout.split("_staging")[0]],
@@ -142,7 +142,7 @@ def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def fingerprint(episode: dict[str, Any]) -> str:
-    """Hash what makes the episode itself. Its number does not: EmbodiedBench renumbers and shuffles when it loads."""
+    """Hash an episode's content. EmbodiedBench renumbers and shuffles episodes when it loads them."""
     said = [episode["instruction"], episode["scene_id"], [[str(p) for p in step] for step in episode["subgoals"] or []]]
     return hashlib.sha256(json.dumps(said).encode("utf-8")).hexdigest()[:12]
 
@@ -159,7 +159,7 @@ def object_categories(episode: dict[str, Any]) -> list[str]:
 
 
 def instruction_template(instruction: str, objects: list[str]) -> str:
-    """Leave object and place names of an instruction open: "move a <object> to the <place>"."""
+    """Replace object and place names of an instruction: "move a <object> to the <place>"."""
     text = " ".join(re.findall(r"[a-z0-9'-]+", instruction.lower()))
     for name in sorted(objects, key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}s?\b", "<object>", text)
@@ -171,11 +171,11 @@ def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str,
     return task(
         f"{split}-{index}",
         entry["instruction"],
-        entry["scene"],
-        split,
-        f"navigate to {target}",
-        {"entry": json.dumps(entry, sort_keys=True)},
-        {"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
+        scene=entry["scene"],
+        split=split,
+        kind=f"navigate to {target}",
+        data={"entry": json.dumps(entry, sort_keys=True)},
+        isolation={"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
     )
 
 

@@ -1,8 +1,8 @@
-"""Any Gymnasium environment that speaks text, as an `Environment` (extra `gym`); its settings and spec.
+"""Any text-based Gymnasium environment as an `Environment` (extra `gym`); its settings and spec.
 
-Observations are strings, or dicts in which one key holds the text (and another, if there is one, a picture). Actions
-are strings (a Text space) or a Discrete space whose actions have names. A task is one seed: the same seed and options
-are the same episode, so that is what training and evaluation must not share.
+Observations are strings, or dicts with the text under one key (and a picture under another). Actions are strings (a
+Text space) or a Discrete space with named actions. A task is one seed: equal seed and options are the same episode, so
+they are what training and evaluation must not share.
 """
 
 import json
@@ -43,11 +43,11 @@ class GymnasiumSplit(Settings):
 
 
 class GymnasiumKeys(Settings):
-    """Where an environment says what; null where it does not."""
+    """Keys under which an environment returns each value; null where it does not."""
 
     text: str = "text"  # in a dict observation
     image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
-    goal: str | None = None  # in a dict observation or in info; read once per task by a reset
+    goal: str | None = None  # in a dict observation or in info; read by one reset per task
     admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
     progress: str | None = None  # in info of every step: share of goal conditions met
     success: str | None = None  # in info of every step; without it, success is to terminate with a positive reward
@@ -66,14 +66,14 @@ class GymnasiumConfig(Settings):
 
 
 class GymnasiumTextEnvironment:
-    """A Gymnasium text environment behind the contract of `envs.base.Environment`.
+    """A text-based Gymnasium environment behind the contract of `envs.base.Environment`.
 
-    An action without meaning here never reaches the environment: the answer says so, and the episode goes on. Whatever
-    the environment itself raises is an `EnvironmentFailure`.
+    An invalid action never reaches the environment: the answer says so, and the episode continues. Exceptions of the
+    environment are raised as `EnvironmentFailure`.
 
     Args:
         config: `GymnasiumConfig`, or its fields as JSON values.
-        make: makes the environment, where `gymnasium.make` does not know its id.
+        make: factory, where `gymnasium.make` does not know the id.
 
     Raises:
         ValueError: no goal.
@@ -90,7 +90,7 @@ class GymnasiumTextEnvironment:
         self._live: Transition | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List one task per seed, in the order of the seeds; ValueError for no such split, or a seed named twice."""
+        """List one task per seed, in the order of the seeds; ValueError for an unknown split, or a repeated seed."""
         if (episodes := self._config.splits.get(split)) is None:
             raise ValueError(f"no split {split!r}; there are {', '.join(self._config.splits)}")
         if len(set(episodes.seeds)) < len(episodes.seeds):
@@ -105,7 +105,7 @@ class GymnasiumTextEnvironment:
         return self._live.observation
 
     def step(self, action: str) -> Transition:
-        """Carry out one action, by its text or its name."""
+        """Carry out one action, given by its text or name."""
         if self._live is None or self._live.done:
             raise EnvironmentFailure("no live episode: call reset(task) first")
         env = self._opened()
@@ -115,8 +115,8 @@ class GymnasiumTextEnvironment:
         else:
             meant = action if space.contains(action) else None
         if meant is None:
-            told = replace(self._live.observation, text=f"{action!r} is not an action here.")
-            self._live = replace(self._live, observation=told)
+            refusal = replace(self._live.observation, text=f"{action!r} is not an action here.")
+            self._live = replace(self._live, observation=refusal)
             return self._live
         with _failures(self.name):
             observation, reward, terminated, truncated, info = env.step(meant)
@@ -142,14 +142,14 @@ class GymnasiumTextEnvironment:
         return None  # Gymnasium has no notion of one
 
     def close(self) -> None:
-        """Close the environment; `reset` makes a new one."""
+        """Close the environment; `reset` creates a new one."""
         env, self._env, self._live = self._env, None, None
         if env is not None:
             with _failures(self.name):
                 env.close()
 
     def _opened(self) -> "gymnasium.Env":
-        """Make the environment at first use, and check that its actions are text or a Discrete space with names."""
+        """Create the environment at first use, and check that its actions are text or a named Discrete space."""
         if self._env is None:
             try:
                 import gymnasium
@@ -179,9 +179,9 @@ class GymnasiumTextEnvironment:
         return Task(
             f"{split}/{seed}",
             goal,
-            "",
-            split,
-            self.name,
+            scene="",
+            split=split,
+            kind=self.name,
             data={"seed": str(seed), "options": options},
             isolation={"episode": (f"{seed} {options}",)},
         )
@@ -218,7 +218,7 @@ class GymnasiumTextEnvironment:
         )
 
     def _find(self, setting: str, *places: Any) -> Any:
-        """Return what `keys.SETTING` names in the first place that has it."""
+        """Return the value of `keys.SETTING` in the first place that has it."""
         key = getattr(self._keys, setting)
         for place in places:
             if isinstance(place, Mapping) and key in place:
@@ -254,7 +254,7 @@ class GymnasiumTextEnvironment:
 
 
 def _scalar(value: Any) -> Any:
-    """Return the Python value of a scalar of NumPy or the like; anything else as it is."""
+    """Convert a scalar of NumPy or the like to a Python value; return anything else unchanged."""
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):
         return value.item()
     return value
@@ -266,7 +266,7 @@ def _is_flag(value: Any) -> bool:
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """Fail the episode, never the run, by whatever somebody else's environment raises."""
+    """Convert exceptions of the environment to EnvironmentFailure."""
     try:
         yield
     except Exception as error:

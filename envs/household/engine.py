@@ -1,8 +1,8 @@
-"""The rules and the voice of the household: which commands are possible, what they do and what the game then says.
+"""Rules and texts of the household: which commands are possible, their effects and the game's answers.
 
-The rules are those of ALFWorld's PDDL domain and the sentences those of its grammar, written down as plain code
-instead of being planned and derived: a step takes tens of microseconds. Where the original has quirks (a lamp that
-never says it is off, "Next to it, you see ..." for things whose record of place is out of step), they are kept.
+The rules are those of ALFWorld's PDDL domain and the sentences those of its grammar, written as plain code instead of
+being planned and derived: a step takes tens of microseconds. Quirks of the original are reproduced (a lamp that never
+says it is off, "Next to it, you see ..." for things whose recorded place is out of step).
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ NOTHING_HAPPENS = "Nothing happens."
 
 
 class Engine:
-    """Plays one `Game`. It holds tables only: every state is passed in, so one engine serves many branches."""
+    """Plays one `Game`. It holds tables alone: states are passed in, so one engine serves many branches."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
@@ -31,25 +31,25 @@ class Engine:
             kind: _mask((kind, item.type) in game.can_contain for item in game.items)
             for kind in {receptacle.type for receptacle in game.receptacles}
         }
-        self._fits = [by_type[receptacle.type] for receptacle in game.receptacles]  # masks of items that may be there
+        self._fits = [by_type[receptacle.type] for receptacle in game.receptacles]  # masks by receptacle
         self._treatable = {verb: _mask(getattr(item, f"{verb}able") for item in game.items) for verb in APPLIANCES}
         self._of_type = {kind: _mask(item.type == kind for item in game.items) for kind in {i.type for i in game.items}}
-        # Commands that depend on the place alone, made the first time the agent stands there.
+        # Commands that depend on the location alone, cached at the first visit.
         self._common: dict[int, dict[str, Command]] = {}
 
-    # What can be done ------------------------------------------------------------------------------------------
+    # Possible commands -----------------------------------------------------------------------------------------
 
     def reset(self) -> State:
         """Return a fresh state at the start of the game."""
         return self.game.start.copy()
 
     def intro(self) -> str:
-        """Tell the room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
+        """Describe the room as first seen, in ALFWorld's words, or the view where the agent starts facing something."""
         facing = self.here(self.game.start)
         return self._look(self.game.start) if facing else f"You are in the middle of a room. {self._places()}"
 
     def again(self, state: State) -> str:
-        """Tell the room to someone who has been in it for a while: its places, and what is faced."""
+        """Describe the room during an episode: its places, and what the agent faces."""
         return f"{self._places()} {self._look(state)}" if self.here(state) else self.intro()
 
     def _places(self) -> str:
@@ -57,19 +57,19 @@ class Engine:
         return f"Looking quickly around you, you see {seen}."
 
     def here(self, state: State) -> tuple[int, ...]:
-        """Return the receptacles at the agent's place."""
+        """Return the receptacles at the agent's location."""
         return self._here.get(state.location, ())
 
     def is_open(self, state: State, receptacle: int) -> bool:
-        """Say if things can be seen, taken and put there: it needs no opening, or is open."""
+        """Return whether things can be seen, taken and put there: it is open, or needs no opening."""
         return not self.game.receptacles[receptacle].openable or bool(state.opened >> receptacle & 1)
 
     def fits(self, item: int, receptacle: int) -> bool:
-        """Say if a receptacle of this type may hold an item of this type."""
+        """Return whether a receptacle of this type may hold an item of this type."""
         return bool(self._fits[receptacle] >> item & 1)
 
     def commands(self, state: State) -> dict[str, Command]:
-        """Return every command that is possible now, with what it means."""
+        """Return every command possible now, parsed."""
         common = self._common.get(state.location)
         if common is None:
             common = self._common[state.location] = self._common_commands(state.location)
@@ -103,7 +103,7 @@ class Engine:
                 possible[f"take {names[item]} from {name}"] = ("take", item, index)
         elif accessible and self.fits(held, index):
             possible[self.game.wording.put.format(o=names[held], r=name)] = ("put", held, index)
-        # A lamp can be switched even in a closed receptacle: the domain does not ask.
+        # The domain allows to switch a lamp in a closed receptacle.
         for item in bits(contents & self._toggleable):
             possible[f"use {names[item]}"] = ("use", item, index)
         if held != NOWHERE:
@@ -113,19 +113,19 @@ class Engine:
 
     def _add_in_hand(self, possible: dict[str, Command], state: State) -> None:
         held = self.game.items[state.held]
-        # Only what is in hand can be examined: the domain means to allow what lies in the open too, but a stray comma
+        # Only the held item can be examined: the domain means to allow visible ones too, but a stray comma
         # in it ("?l - location, ?r - receptacle") makes that rule void, in every release.
         possible[f"examine {held.name}"] = ("examine item", state.held, NOWHERE)
         if held.type in ("knife", "butterknife"):
             for item in bits(state.standing[state.location] & self._sliceable):
                 possible[f"slice {self._names[item]} with {held.name}"] = ("slice", state.held, item)
 
-    # What happens ----------------------------------------------------------------------------------------------
+    # Effects ---------------------------------------------------------------------------------------------------
 
     def step(self, state: State, text: str, possible: dict[str, Command] | None = None) -> str:
-        """Carry out a command in `state` (changed in place) and return what the game says.
+        """Carry out a command in `state` (changed in place) and return the game's answer.
 
-        `possible` may pass in `commands(state)` where the caller has it already.
+        `possible`: `commands(state)`, where the caller has it already.
         """
         command = (self.commands(state) if possible is None else possible).get(text.strip())
         if command is None:
@@ -185,7 +185,7 @@ class Engine:
         else:
             state.cool, state.hot = state.cool | bit, state.hot & ~bit
 
-    # What is said ----------------------------------------------------------------------------------------------
+    # Texts -----------------------------------------------------------------------------------------------------
 
     def _view(self, state: State, index: int) -> str:
         receptacle = self.game.receptacles[index]
@@ -201,8 +201,8 @@ class Engine:
         if not here:
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
         facing = _enumerate([self.game.receptacles[r].name for r in here])
-        # "On the floor" are, for TextWorld, things recorded at this place that were once taken out of a receptacle
-        # here; such a thing is listed once for every receptacle it was taken from.
+        # TextWorld lists as "next to it" things recorded at this location that were once taken out of a receptacle
+        # here, once for every such receptacle.
         standing = state.standing[state.location]
         beside = sorted((item, r) for r in here for item in bits(standing & state.taken[r]))
         return f"You are facing the {facing}. Next to it, you see {_enumerate([self._listed[i] for i, _ in beside])}."
@@ -225,10 +225,10 @@ class Engine:
             return f"This is a sliced {item.name}."
         return f"There's nothing special about {item.name}."
 
-    # What is wanted --------------------------------------------------------------------------------------------
+    # Goals -----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> int:
-        """Return the mask of the items of the goal's type that, where it must be treated, can be."""
+        """Return the mask of the items of the goal's type that allow its treatment."""
         goal = self.game.goal
         mask = self._of_type.get(goal.item_type, 0)
         if goal.kind in TREATMENTS:
@@ -240,11 +240,11 @@ class Engine:
         return self._of_type.get(self.game.goal.lamp_type, 0) & self._toggleable
 
     def treated(self, state: State) -> int:
-        """Return the mask of the items in the condition the goal asks for (all items where it asks for none)."""
+        """Return the mask of the items in the goal's condition (all items where it has none)."""
         return {CLEAN: state.clean, HEAT: state.hot, COOL: state.cool}.get(self.game.goal.kind, -1)
 
     def progress(self, state: State) -> float:
-        """Return the share of the goal's conditions that hold, for the item (or receptacle) that is furthest along."""
+        """Return the share of the goal's conditions that hold, for the item (or receptacle) furthest along."""
         kind = self.game.goal.kind
         if kind == LOOK:
             lit, wanted = self.lamps() & state.toggled, self._of_type.get(self.game.goal.item_type, 0)
@@ -271,7 +271,7 @@ class Engine:
 
 
 def _mask(flags: Iterable[bool]) -> int:
-    """Return the bit mask in which bit i is the i-th flag."""
+    """Return the bit mask whose bit i is the i-th flag."""
     return sum(1 << index for index, flag in enumerate(flags) if flag)
 
 

@@ -1,4 +1,4 @@
-"""The household as an `Environment`: one live episode of the engine, in homes of its own; its settings and spec."""
+"""The household as an `Environment`: one live episode of the engine; generated homes, their settings and spec."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -27,7 +27,7 @@ REFUSED = "Nothing happens"
 
 
 class Games(Protocol):
-    """Where tasks and their games come from."""
+    """A source of tasks and their games."""
 
     def tasks(self, split: str) -> list[Task]: ...
 
@@ -36,29 +36,25 @@ class Games(Protocol):
         ...
 
     def worlds(self, split: str) -> list[Task]:
-        """Return one task for each world of a split; any goal can be asked for in it (`sequences.with_goal`)."""
+        """Return one task for each world of a split; any goal can be set in it (`sequences.with_goal`)."""
         ...
 
 
 class EngineEnvironment:
     """Games of the household engine: one live episode, a step in tens of microseconds.
 
-    `step` never raises on a command that is not possible: it answers "Nothing happens.", as ALFWorld does.
+    `step` answers an impossible command with "Nothing happens.", as ALFWorld does.
     """
 
     name = "household"
 
-    def __init__(
-        self, games: Games, images: bool, image_size: int, seed: int = 0, sequences: Mapping[str, Any] | None = None
-    ) -> None:
-        if image_size < 64:
-            raise ValueError(f"image_size must be at least 64 pixels for the plan to be readable, not {image_size}")
-        self._games, self._images, self._image_size = games, images, image_size
+    def __init__(self, games: Games, images: bool, seed: int = 0, sequences: Mapping[str, Any] | None = None) -> None:
+        self._games, self._images = games, images
         self._seed, self._sequences = seed, SequenceSettings.model_validate(sequences or {})
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
-        self._plan: list[str] | None = None  # what is left of the expert's, while the episode keeps to it
+        self._plan: list[str] | None = None  # rest of the expert's plan, while the episode follows it
         self._renderer: Renderer | None = None
 
     def tasks(self, split: str) -> list[Task]:
@@ -72,15 +68,15 @@ class EngineEnvironment:
         return self._observe(engine.intro())
 
     def sequences(self, split: str) -> list[TaskSequence]:
-        """List the sequences that the settings ask for, each in one of the split's worlds."""
+        """List the sequences of the settings, each in one of the split's worlds."""
         game_of = lambda task: self._games.game(task)[0]
         return sequences(self._games.worlds(split), game_of, self._sequences, self._seed, split)
 
     def proceed(self, task: Task) -> Observation:
-        """Go on to another task in this world: what lies where, what is open and in hand, and the agent's place stay.
+        """Start another task in this world, whose state, hand and agent position stay.
 
-        The text names the room's places, as at the start, and what is in view. EnvironmentFailure where the task is
-        one of another world.
+        The text lists the room's places, as at the start, and what is in view. EnvironmentFailure for a task of another
+        world.
         """
         engine, state = self._live()
         game, self._marked = self._games.game(task)
@@ -100,16 +96,16 @@ class EngineEnvironment:
         return Transition(self._observe(text), progress, success, done=success)
 
     def expert(self) -> list[str] | None:
-        """Return near-shortest commands from the current state to success, None when there is no way."""
+        """Return near-shortest commands from the current state to success, None without a way."""
         if self._plan is None:
             self._plan = plan(*self._live())
         return self._plan and list(self._plan)
 
     def close(self) -> None:
-        """Forget the episode. The environment can be reset again."""
+        """Drop the episode. The environment can be reset again."""
         self._playing = self._renderer = None
 
-    # For those who look behind the text (tests, analyses, search) -------------------------------------------------
+    # The state behind the text -------------------------------------------------------------------------------
 
     @property
     def game(self) -> Game:
@@ -117,12 +113,12 @@ class EngineEnvironment:
 
     @property
     def state(self) -> State:
-        """The live state; copy it before changing it."""
+        """Return the live state; copy it before changing it."""
         return self._live()[1]
 
     @property
     def marked_receptacle(self) -> str | None:
-        """Name of the receptacle that wears the mark now: where the item lies that is marked, None in the hand."""
+        """Return the receptacle that the picture marks now (where the marked item is), None while it is in the hand."""
         marked = self._marked_index()
         return None if marked is None else self.game.receptacles[marked].name
 
@@ -131,7 +127,7 @@ class EngineEnvironment:
         from envs.household.render import Renderer
 
         engine, state = self._live()
-        self._renderer = self._renderer or Renderer(engine, self._image_size)
+        self._renderer = self._renderer or Renderer(engine)
         return self._renderer.draw(state, self._marked_index())
 
     def _live(self) -> tuple[Engine, State]:
@@ -149,7 +145,7 @@ class EngineEnvironment:
 
 
 class HouseholdEnvironment(EngineEnvironment):
-    """Homes that `generate.Generator` makes, without any files (`seed` to `kinds` are its arguments).
+    """Generated homes, without any files (the arguments up to `kinds` are those of `generate.Generator`).
 
     For every name S in `scenes` there are the splits S (train or evaluate) and S + "_experience" (fill a memory).
     """
@@ -159,7 +155,6 @@ class HouseholdEnvironment(EngineEnvironment):
         seed: int = 0,
         scenes: Mapping[str, int] = DEFAULT_SCENES,
         images: bool = True,
-        image_size: int = 64,
         visual_share: float = 0.5,
         fixed_objects: int = 6,
         wandering_objects: int = 3,
@@ -169,11 +164,11 @@ class HouseholdEnvironment(EngineEnvironment):
     ) -> None:
         shares = visual_share, remembered_share
         games = Generator(seed, scenes, *shares, fixed_objects, wandering_objects, tuple(kinds))
-        super().__init__(games, images, image_size, seed, sequences)
+        super().__init__(games, images, seed, sequences)
 
 
-def telling_views(actions: Sequence[str]) -> Sequence[int]:
-    """Name the steps at which something was taken (their views show where it lay), else the last step."""
+def pickup_views(actions: Sequence[str]) -> Sequence[int]:
+    """Return the steps at which something was taken (their views show where it was), or else the last step."""
     return [t for t, action in enumerate(actions) if action.startswith("take ")] or last_view(actions)
 
 
@@ -181,12 +176,12 @@ class HouseholdSettings(EnvSettings):
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
     # Number of scenes by split.
     scenes: dict[str, NonNegativeInt] = Field(default={"train": 64, "valid": 48, "test": 48})
-    visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the picture decides
-    remembered_share: float = Field(default=0.0, ge=0, le=1)  # share that only a picture in memory decides
+    visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the view decides
+    remembered_share: float = Field(default=0.0, ge=0, le=1)  # share of tasks that only a picture in memory decides
     kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
-    fixed_objects: int = Field(default=6, ge=1)  # things of a home that lie where they lay in earlier episodes
-    wandering_objects: int = Field(default=3, ge=0)  # and that lie elsewhere each time
-    sequences: SequenceSettings = SequenceSettings()  # tasks one after another in one home
+    fixed_objects: int = Field(default=6, ge=1)  # things at the same place in every episode of a home
+    wandering_objects: int = Field(default=3, ge=0)  # things at another place in each episode
+    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one home
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:
@@ -216,6 +211,6 @@ HOUSEHOLD = EnvSpec(
     probes=lambda: [Probe("built-in engine", play_a_step, "make test ARGS=tests/envs")],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
-    views=telling_views,
+    views=pickup_views,
     reader=HouseholdReader(),
 )

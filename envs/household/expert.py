@@ -1,7 +1,7 @@
-"""The household's own planner: from any reachable state, a near-shortest list of commands to the goal.
+"""The household's planner: from any reachable state, a near-shortest list of commands to the goal.
 
-It knows the whole state, so nothing is searched for: it tries every item that can fulfil the goal with every place it
-can be taken from and every destination, writes each plan down on a copy of the state, and keeps the shortest.
+It knows the whole state, so it does not search: it combines every item that can fulfil the goal with every source and
+destination, executes each plan on a copy of the state, and returns the shortest.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,11 @@ from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, Sta
 
 
 class _NoWay(Exception):
-    """This particular way to the goal does not work; another may."""
+    """This plan is impossible; another may be possible."""
 
 
 def plan(engine: Engine, state: State) -> list[str] | None:
-    """Find commands that lead from `state` to the goal; [] when it holds already, None when there is no way."""
+    """Return commands that lead from `state` to the goal; [] when it holds already, None without a way."""
     if engine.won(state):
         return []
     kind = engine.game.goal.kind
@@ -25,9 +25,9 @@ def plan(engine: Engine, state: State) -> list[str] | None:
 
 
 class _Draft:
-    """A plan being written: a copy of the state that follows along, and the commands so far.
+    """A plan under construction: its commands, and a copy of the state after them.
 
-    `destination` is the receptacle the plan ends at, which is opened sooner or later.
+    `destination` is the receptacle at which the plan ends, and which it opens anyway.
     """
 
     def __init__(self, engine: Engine, state: State, destination: int) -> None:
@@ -36,8 +36,8 @@ class _Draft:
         self.won = False
 
     def do(self, command: str) -> None:
-        """Add a command. Once the goal holds the rest is left out: real games have things in two places at once, and
-        cleaning one copy can then be the last thing to do."""
+        """Add a command, unless the goal holds: real games have things in two places at once, and cleaning one copy can
+        then be the last step."""
         if not self.won:
             self.engine.step(self.state, command)
             self.commands.append(command)
@@ -51,7 +51,7 @@ class _Draft:
             self.do(f"go to {place.name}")
 
     def reach(self, receptacle: int) -> None:
-        """Stand there with it open."""
+        """Go to a receptacle and open it."""
         self.go_to(receptacle)
         if not self.engine.is_open(self.state, receptacle):
             self.do(f"open {self.game.receptacles[receptacle].name}")
@@ -62,7 +62,7 @@ class _Draft:
         self.do(self.game.wording.put.format(o=held.name, r=place.name))
 
     def fetch(self, item: int, source: int) -> None:
-        """Hold `item`, taken from `source` unless it is in hand; what else is in hand is laid aside first."""
+        """Hold `item`, taken from `source` unless it is in hand; put down anything else first."""
         if self.state.held == item:
             return
         self.free_hand(on_the_way_to=source)
@@ -70,7 +70,7 @@ class _Draft:
         self.do(f"take {self.game.items[item].name} from {self.game.receptacles[source].name}")
 
     def free_hand(self, on_the_way_to: int) -> None:
-        """Put down what is held at the place that costs the fewest commands: here, where we go next, or anywhere."""
+        """Put down the held item where it costs the fewest commands."""
         if self.state.held == NOWHERE:
             return
         state, places = self.state, self.game.receptacles
@@ -80,13 +80,13 @@ class _Draft:
 
         def cost(r: int) -> int:
             detour = places[r].location not in (state.location, places[on_the_way_to].location)
-            # Opening a receptacle that the plan has to open anyway is no extra cost.
+            # Receptacles that the plan opens anyway cost nothing.
             return detour + (r not in (on_the_way_to, self.destination) and not self.engine.is_open(state, r))
 
         self.put(min(fitting, key=cost))
 
     def treat(self, verb: str) -> None:
-        """Heat, cool or clean what is held, at an appliance here if there is one."""
+        """Heat, cool or clean the held item, at an appliance here if there is one."""
         places, types = self.game.receptacles, APPLIANCES[verb]
         appliances = [r for r, place in enumerate(places) if place.type in types and place.location != NOWHERE]
         if not appliances:
@@ -97,7 +97,7 @@ class _Draft:
 
 
 def _sources(engine: Engine, state: State, items: int) -> Iterator[tuple[int, int]]:
-    """Yield (item, receptacle it can be taken from) for every wanted item; (held, NOWHERE) for the one in hand."""
+    """Yield (item, receptacle to take it from) for every wanted item; (held, NOWHERE) for the held one."""
     for item in bits(items):
         if item == state.held:
             yield item, NOWHERE
@@ -116,7 +116,7 @@ Step = Callable[[_Draft], None]
 
 
 def _attempt(engine: Engine, state: State, steps: Iterable[Step], destination: int = NOWHERE) -> Iterator[list[str]]:
-    """Yield the commands of these steps, if they can be taken and lead to the goal."""
+    """Yield the commands of these steps, if they are possible and reach the goal."""
     draft = _Draft(engine, state, destination)
     try:
         for step in steps:
@@ -128,7 +128,7 @@ def _attempt(engine: Engine, state: State, steps: Iterable[Step], destination: i
 
 
 def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
-    """Fetch one item, treat it if the goal says so and it is not yet, and put it where it belongs."""
+    """Fetch one item, treat it if needed, and put it at a destination."""
     verb = TREATMENTS.get(engine.game.goal.kind)
     treated = engine.treated(state)
     for item, source in _sources(engine, state, engine.candidates()):
@@ -141,7 +141,7 @@ def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
 
 
 def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
-    """Bring two items together in one receptacle, counting those that lie there already."""
+    """Bring two items together in one receptacle, counting those already there."""
     wanted = engine.candidates()
     if not wanted:
         return
@@ -162,13 +162,13 @@ def _trips(outside: list[tuple[int, int]], already_there: bool, held: int) -> It
             yield [one]
             continue
         for other in outside:
-            # What is in hand comes first: fetched second, it would have to be laid aside.
+            # The held item comes first, or it would have to be put down.
             if one[0] != other[0] != held:
                 yield [one, other]
 
 
 def _look_plans(engine: Engine, state: State) -> Iterator[list[str]]:
-    """Hold the item and stand at a lamp that has been switched on."""
+    """Hold the item at a lamp that is switched on."""
     for lamp in bits(engine.lamps()):
         switch: list[Step] = []
         if not state.toggled >> lamp & 1:

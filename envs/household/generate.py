@@ -1,11 +1,11 @@
-"""Scenes of our own: homes whose layout persists, and the tasks to do in them.
+"""Generated scenes: homes whose layout persists, and the tasks in them.
 
-A home is fixed by (seed, split, index): which receptacles it has and where its *fixed* items lie in every episode, so
-that a memory of earlier episodes says where to look (family "text"). Its *wandering* items lie somewhere else each
-time; a task on one of those (family "visual") can only be shortened by the picture, which marks the receptacle that
-holds the item. With tasks of the family "remembered" a home has one more item, which stays where it is and which no
-earlier episode is about: its place was drawn apart from all else, so that no text of theirs says anything of it. But
-all their views mark it, and today's do not: only a picture in memory can tell.
+A home is fixed by (seed, split, index): its receptacles, and where its fixed items are in every episode, so that a
+memory of earlier episodes says where to look (family "text"). Its wandering items are somewhere else in each episode; a
+task on one of those (family "visual") can only be shortened by the picture, which marks the item's receptacle. With
+tasks of the family "remembered" a home has one more item at a fixed place, drawn independently, which no earlier
+episode is about: their texts do not mention it, but all their views mark it and today's do not. Only a picture in
+memory can tell.
 """
 
 import hashlib
@@ -27,30 +27,30 @@ SCENE_LABELS = 64  # "home 1" to "home 64"
 
 _ALWAYS: tuple[str, ...] = ("microwave", "fridge", "sinkbasin")
 _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
-# Fewer item types can be heated than placed: the weights even the kinds out.
+# Fewer item types can be heated than placed: weights balance the kinds.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _HOMES_KEPT = 4096
-_LITTLE = 1e-9  # what shares may miss their sum by
-_SIDE = 6  # metres of a home's room
-_FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
+_LITTLE = 1e-9  # tolerance of the sum of shares
+_SIDE = 6  # side of a home's room, metres
+_FEWEST_PLACES = 4  # fewest receptacles that may hold an item: with fewer, memory would be useless
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
 
 
 @dataclass(frozen=True)
 class Home:
-    """The part of a scene that persists: its receptacles, and where the fixed items are."""
+    """The persistent part of a scene: its receptacles, and where its fixed items are."""
 
     receptacles: tuple[Receptacle, ...]
     fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two where the home has two of that type)
     wandering: tuple[str, ...]
-    lamp: int | None  # receptacle the lamp stands on
-    seen: tuple[str, int] | None = None  # item, and its receptacle, that earlier episodes have seen but not touched
+    lamp: int | None  # the lamp's receptacle
+    seen: tuple[str, int] | None = None  # an item and its receptacle, seen but not touched in earlier episodes
 
 
 @dataclass(eq=False)
 class Generator:
-    """Makes the homes, tasks and games of all generated splits, when asked for; ValueError for senseless settings."""
+    """Homes, tasks and games of all generated splits, created on demand; ValueError for invalid settings."""
 
     seed: int
     scenes: Mapping[str, int]  # number of homes by split
@@ -86,7 +86,7 @@ class Generator:
     # Tasks -----------------------------------------------------------------------------------------------------
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split (see the module's docstring); ValueError for one that does not exist."""
+        """List a split (see the module's docstring); ValueError for an unknown one."""
         layout = split.removesuffix(EXPERIENCE)
         splits = [name + suffix for name in self.scenes for suffix in ("", EXPERIENCE)]
         if split not in splits:
@@ -99,23 +99,43 @@ class Generator:
         return tasks
 
     def scene_tasks(self, layout: str, index: int) -> tuple[list[Task], list[Task]]:
-        """Return (tasks that fill the memory, tasks to train or evaluate on) of one home."""
+        """Return a home's (tasks that fill the memory, tasks to train or evaluate on)."""
         home, rng = self._home(self.seed, layout, index), _rng(self.seed, layout, index, "tasks")
         experience, evaluation = list[Task](), list[Task]()
         for item, places in home.fixed.items():
             errands = self._errands(home, item, places)
             first = _draw(rng, errands)
             second = _draw(rng, [errand for errand in errands if errand != first] or errands)
-            experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
+            experience.append(
+                self._task(
+                    rng,
+                    layout + EXPERIENCE,
+                    index=index,
+                    number=len(experience),
+                    item=item,
+                    errand=first,
+                    family="text",
+                )
+            )
             if self._text_share:
-                evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
+                evaluation.append(
+                    self._task(
+                        rng, layout, index=index, number=len(evaluation), item=item, errand=second, family="text"
+                    )
+                )
         for turn in range(self._count(self.visual_share)):
             item = home.wandering[turn % len(home.wandering)]
             errand = _draw(rng, self._errands(home, item, ()))
-            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "visual"))
+            evaluation.append(
+                self._task(rng, layout, index=index, number=len(evaluation), item=item, errand=errand, family="visual")
+            )
         for item, place in [home.seen] * self._count(self.remembered_share) if home.seen else ():
             errand = _draw(rng, self._errands(home, item, (place,)))
-            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "remembered"))
+            evaluation.append(
+                self._task(
+                    rng, layout, index=index, number=len(evaluation), item=item, errand=errand, family="remembered"
+                )
+            )
         return experience, evaluation
 
     def worlds(self, split: str) -> list[Task]:
@@ -131,7 +151,7 @@ class Generator:
         return share if share > _LITTLE else 0.0
 
     def _count(self, share: float) -> int:
-        """Count a home's tasks that make up this share, beside one text task (if any) for each fixed item."""
+        """Return a home's number of tasks with this share, beside one text task (if any) for each fixed item."""
         return round(self.fixed_objects * share / (self._text_share or 1))
 
     def _task(
@@ -141,14 +161,23 @@ class Generator:
         layout, id_ = split.removesuffix(EXPERIENCE), f"{split}/home-{index + 1}/{number}"
         goal, scene = rng.choice(PHRASES[kind]).format(item=item, place=place), f"home {index % SCENE_LABELS + 1}"
         data = {"seed": str(self.seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
-        # A split and its experience are about the same homes, by design; the homes of other splits are others.
+        # A split and its experience share homes, by design; other splits have other homes.
         home, task = f"seed-{self.seed}/{layout}/home-{index + 1}", f"seed-{self.seed}/{id_}"
-        return Task(id_, goal, scene, split, kind, family, data, {"scene": (home,), "task": (task,)})
+        return Task(
+            id_,
+            goal,
+            scene=scene,
+            split=split,
+            kind=kind,
+            family=family,
+            data=data,
+            isolation={"scene": (home,), "task": (task,)},
+        )
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
-        """Say what can be asked for an item that lies in `places` (() for a wandering one)."""
+        """List the errands for an item at `places` (() for a wandering one)."""
         kinds: tuple[str, ...] = (TWO,)
-        if len(places) != 2:  # one thing, which is all that a mark can show
+        if len(places) != 2:  # one thing; a mark can show no more
             kinds = tuple(k for k in self.kinds if k != TWO and (k != LOOK or home.lamp is not None))
         sources = tuple(sorted({home.receptacles[place].type for place in places}))
         return _possible_errands(item, kinds, sources, frozenset(r.type for r in home.receptacles))
@@ -158,7 +187,7 @@ class Generator:
     def _home(self, seed: int, layout: str, index: int) -> Home:
         key = (seed, layout, index)
         if key not in self._homes:
-            # A draw that leaves too few items with enough errands is thrown away; the next attempt has its own seed.
+            # A home with too few items that have enough errands is redrawn, by an attempt with another seed.
             draws = (self._try_home(_rng(*key, "home", attempt)) for attempt in range(200))
             home = next(filter(None, draws), None)
             if home is None:
@@ -179,7 +208,7 @@ class Generator:
         bare = Home(receptacles, {}, (), lamp)
         items = [item for item in self._shuffled_items(rng) if len(_fitting(receptacles, item)) >= _FEWEST_PLACES]
         fixed = self._place_fixed(rng, bare, items)
-        # Where no task asks for a wandering item, any will do.
+        # Without visual tasks, wandering items need no errands.
         possible = [i for i in items if i not in fixed and (self.visual_share == 0 or self._errands(bare, i, ()))]
         wandering = possible[: self.wandering_objects]
         if len(fixed) < self.fixed_objects or len(wandering) < self.wandering_objects:
@@ -191,8 +220,7 @@ class Generator:
         return seen and replace(home, seen=seen)
 
     def _draw_seen(self, rng: random.Random, home: Home, items: list[str]) -> tuple[str, int] | None:
-        """Draw an item and its place among all that may hold it, whatever else lies there; None where none can be asked
-        for wherever it lies."""
+        """Draw an item and its place; None where no item has errands at every place that may hold it."""
         for item in items:
             places = _fitting(home.receptacles, item)
             if all(self._errands(home, item, (place,)) for place in places):
@@ -200,19 +228,19 @@ class Generator:
         return None
 
     def _place_fixed(self, rng: random.Random, home: Home, items: list[str]) -> dict[str, tuple[int, ...]]:
-        """Place the first of `items` that have enough errands; the very first come in pairs where TWO is asked."""
+        """Place the first of `items` that have enough errands; with TWO the very first come in pairs."""
         pairs = 0
         if TWO in self.kinds:
             pairs = self.fixed_objects if self.kinds == (TWO,) else max(1, round(self.fixed_objects / len(self.kinds)))
-        # Where single things can only be looked at, under the one lamp, there is no second errand to ask for.
+        # Where single things can only be looked at, there is no second errand.
         only_looked_at = set(self.kinds) <= {LOOK, TWO}
-        # Every home has the appliances and most food fits them: counted as used once, they do not rule the sources.
+        # Every home has the appliances and most food fits them: counted as used once, they do not dominate the sources.
         used = Counter(_ALWAYS)
         fixed: dict[str, tuple[int, ...]] = {}
         for item in items:
             if len(fixed) == self.fixed_objects:
                 break
-            # The least used kind of receptacle first, so that things are not all in cabinets.
+            # The least used kind of receptacle first, so that not all things are in cabinets.
             fitting = _fitting(home.receptacles, item)
             rng.shuffle(fitting)
             fitting.sort(key=lambda place: used[home.receptacles[place].type])
@@ -223,10 +251,8 @@ class Generator:
         return fixed
 
     def _shuffled_items(self, rng: random.Random) -> list[str]:
-        """Return every item type in a random order in which those that suit many task types tend to come first.
-
-        Left to itself the draw would be two thirds things that can only be carried from place to place.
-        """
+        """Shuffle the item types so that those that suit many task types tend to come first. A uniform draw would be
+        two thirds things that can only be carried."""
 
         def rank(item: str) -> float:
             suited = sum(_can_be(ITEM_TYPES[item], kind) for kind in self.kinds)
@@ -237,8 +263,8 @@ class Generator:
     # Games -----------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> tuple[Game, int | None]:
-        """Make the game of a task, and say the item whose receptacle the picture marks: a visual task's own, in earlier
-        episodes the one that remembered tasks ask for."""
+        """Return the game of a task, and the item whose receptacle the picture marks: a visual task's own, in earlier
+        episodes that of remembered tasks."""
         try:
             seed, layout, index = int(task.data["seed"]), task.data["layout"], int(task.data["scene"])
             target, destination = task.data["item"], task.data["receptacle"]
@@ -269,14 +295,22 @@ class Generator:
         goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
         start = _start(home, [place for *_, place in placed])
         reachable = tuple(_front(r.position) for r in home.receptacles if r.position)
-        game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN, reachable=reachable)
+        game = Game(
+            home.receptacles,
+            items,
+            start=start,
+            goal=goal,
+            task=task.goal,
+            can_contain=CAN_CONTAIN,
+            reachable=reachable,
+        )
         game = with_goal(game, task)
         shown = target if task.family == "visual" else seen if task.split.endswith(EXPERIENCE) else None
         return game, next((i for i, item in enumerate(items) if item.type == shown), None)
 
 
 def _rng(*name: object) -> random.Random:
-    """Return the randomness that belongs to a name for good."""
+    """Return the random generator that belongs to a name."""
     digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
     return random.Random(int.from_bytes(digest[:8], "big"))
 
@@ -288,7 +322,7 @@ def _fitting(receptacles: tuple[Receptacle, ...], item: str) -> list[int]:
 
 
 def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
-    """Draw 11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
+    """Draw 11 to 14 receptacles, numbered from 1 within their type, in ALFWorld's order."""
     counts = dict.fromkeys(_ALWAYS, 1)
     pool = [kind for kind in Counter(PLACES).elements() if kind not in _ALWAYS]
     for kind in rng.sample(pool, rng.randint(11, 14) - len(_ALWAYS)):
@@ -298,7 +332,7 @@ def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
 
 
 def _positioned(receptacles: tuple[Receptacle, ...], rng: random.Random) -> tuple[Receptacle, ...]:
-    """Place a home's receptacles in its room, each in a square of its own; in metres."""
+    """Place receptacles in the room, each in a square of its own; in metres."""
     squares = rng.sample([(x, z) for x in range(_SIDE) for z in range(_SIDE)], len(receptacles))
     return tuple(
         replace(r, position=(round(x + rng.random() / 2, 2), round(rng.random(), 2), round(z + rng.random() / 2, 2)))
@@ -307,7 +341,7 @@ def _positioned(receptacles: tuple[Receptacle, ...], rng: random.Random) -> tupl
 
 
 def _front(position: Position) -> Position:
-    """Return where one stands to use what is at a position: on the floor, beside it towards the middle of the room."""
+    """Return where to stand to use a position: on the floor, beside it towards the middle of the room."""
     x, _, z = position
     return (round(x + (0.5 if x < _SIDE / 2 else -0.5), 2), 0.0, z)
 
@@ -316,7 +350,7 @@ def _front(position: Position) -> Position:
 def _possible_errands(
     item: str, kinds: tuple[str, ...], sources: tuple[str, ...], types: frozenset[str]
 ) -> tuple[Errand, ...]:
-    """List errands for an item type in a home with these receptacle types: never to the kind of place it lies in."""
+    """List errands for an item type in a home with these receptacle types: never to the kind of place it is in."""
     kind_of_item = ITEM_TYPES[item]
     errands: list[Errand] = []
     for kind in kinds:
@@ -335,7 +369,8 @@ def _can_be(item: ItemType, kind: str) -> bool:
 
 
 def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
-    """Draw one errand: first the task type (by weight), then the destination, so that many destinations do not rule."""
+    """Draw one errand: first the task type (by weight), then the destination, so that many destinations do not
+    dominate."""
     kinds = sorted({kind for kind, _ in errands})
     kind = rng.choices(kinds, [_KIND_WEIGHT[kind] for kind in kinds])[0]
     return rng.choice([errand for errand in errands if errand[0] == kind])
@@ -348,7 +383,7 @@ def _item(kind: str, number: int) -> Item:
 
 
 def _start(home: Home, places: list[int]) -> State:
-    """Start with everything shut, the agent in the middle of the room, item i in receptacle places[i]."""
+    """Start with everything closed, the agent in the middle of the room, and item i in receptacle places[i]."""
     count = len(home.receptacles)
     state = State.empty(location=count, receptacles=count, locations=count + 1)
     for item, place in enumerate(places):

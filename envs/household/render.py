@@ -1,9 +1,8 @@
 """The current view as a small picture: a schematic floor plan of 8x8 cells, one receptacle per cell.
 
-A receptacle name has one cell for good, so the same cupboard is in the same corner of every picture. A cell shows the
-receptacle's type (colour), whether it is open (a dark inside) or shut, the agent (a white dot), the things visible at
-the agent's place (small coloured dots) and, in visual tasks and in earlier episodes that saw what remembered tasks ask
-for, a mark that nothing else resembles.
+A receptacle's name fixes its cell in every picture. A cell shows the receptacle's type (colour), whether it is open (a
+dark inside), the agent (a white dot), the things visible at the agent's location (small coloured dots) and, in visual
+tasks and in the experience of remembered tasks, a mark of a unique colour.
 """
 
 import colorsys
@@ -25,7 +24,7 @@ _TYPES = tuple(PLACES)
 RECEPTACLE_NAMES = tuple(f"{kind} {number}" for kind, count in PLACES.items() for number in range(1, count + 1))
 
 BACKGROUND = (24, 24, 28)
-MARK = (255, 0, 255)  # kept out of every other colour: see `_colour`
+MARK = (255, 0, 255)  # no other colour resembles it: see `_colour`
 AGENT = (255, 255, 255)
 _INSIDE = (8, 8, 8)
 
@@ -33,15 +32,15 @@ _INSIDE = (8, 8, 8)
 class Renderer:
     """Draws the states of one game."""
 
-    def __init__(self, engine: Engine, size: int = GRID * CELL) -> None:
-        self._engine, self._size = engine, size
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         game = engine.game
         self.cells = cells_of([receptacle.name for receptacle in game.receptacles])
-        self._item_colours = [_colour(_share(item.type), 0.9, 1.0) for item in game.items]
+        self._item_colours = [_colour(_hash_fraction(item.type), 0.9, 1.0) for item in game.items]
         self._plan = floor_plan({cell: game.receptacles[index].type for index, cell in self.cells.items()})
 
     def draw(self, state: State, marked: int | None = None) -> "Image":
-        """Draw the view in `state`; `marked` is the receptacle that wears the mark, if any."""
+        """Draw the view in `state`, with a mark around the receptacle `marked`."""
         pixels = self._plan.copy()
         for index in bits(state.opened):
             if index in self.cells:
@@ -52,11 +51,11 @@ class Renderer:
                 draw_agent(pixels, self.cells[index], [self._item_colours[item] for item in shown])
         if marked is not None and marked in self.cells:
             draw_mark(pixels, self.cells[marked])
-        return picture(pixels, self._size)
+        return picture(pixels)
 
 
 def floor_plan(types: Mapping[int, str]) -> np.ndarray:
-    """Draw receptacles, given as types by cell, shut and with nobody there: (64, 64, 3) bytes."""
+    """Draw receptacles, given as types by cell, closed and without an agent: (64, 64, 3) bytes."""
     pixels = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
     for cell, kind in types.items():
         top, left = _corner(cell)
@@ -65,14 +64,14 @@ def floor_plan(types: Mapping[int, str]) -> np.ndarray:
 
 
 def draw_open(pixels: np.ndarray, cell: int) -> None:
-    """Show that a cell's receptacle is open."""
+    """Draw a cell's receptacle open."""
     top, left = _corner(cell)
     pixels[top + 2 : top + 6, left + 2 : left + 6] = _INSIDE
 
 
 def draw_agent(pixels: np.ndarray, cell: int, things: Sequence[tuple[int, int, int]]) -> None:
-    """Show the agent at a cell, and the things there, by colour: six along the upper two rows, for more would not be
-    told apart at this size."""
+    """Draw the agent at a cell, and the colours of the first six things there in two rows: more could not be told
+    apart."""
     top, left = _corner(cell)
     for slot, colour in enumerate(things[:6]):
         row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
@@ -81,22 +80,21 @@ def draw_agent(pixels: np.ndarray, cell: int, things: Sequence[tuple[int, int, i
 
 
 def draw_mark(pixels: np.ndarray, cell: int) -> None:
-    """Put the mark around a cell."""
+    """Draw the mark around a cell."""
     top, left = _corner(cell)
     pixels[top, left : left + CELL] = pixels[top + CELL - 1, left : left + CELL] = MARK
     pixels[top : top + CELL, left] = pixels[top : top + CELL, left + CELL - 1] = MARK
 
 
-def picture(pixels: np.ndarray, size: int = GRID * CELL) -> "Image":
-    """Make an image of so many pixels a side."""
+def picture(pixels: np.ndarray) -> "Image":
+    """Convert pixels (64, 64, 3) to an image."""
     from PIL import Image
 
-    image = Image.fromarray(pixels)
-    return image if size == GRID * CELL else image.resize((size, size), Image.Resampling.NEAREST)
+    return Image.fromarray(pixels)
 
 
 def cells_of(names: list[str]) -> dict[int, int]:
-    """Give each receptacle its cell (by its position in `names`); those for which the plan has no room are left out."""
+    """Assign a cell to each receptacle (by index in `names`), as far as the plan has room."""
     canonical = {name: cell for cell, name in enumerate(RECEPTACLE_NAMES)}
     cells = {index: canonical[name] for index, name in enumerate(names) if name in canonical}
     free = iter(sorted(set(range(GRID * GRID)) - set(canonical.values())))
@@ -111,19 +109,19 @@ def _corner(cell: int) -> tuple[int, int]:
 
 
 def _receptacle_colour(kind: str) -> tuple[int, int, int]:
-    """Spread the types of generated homes evenly over the hues and two brightnesses; others fall between."""
+    """Spread the types of generated homes evenly over hues and two brightnesses; others fall between."""
     if kind not in _TYPES:
-        return _colour(_share(kind), 0.3, 0.5)
+        return _colour(_hash_fraction(kind), 0.3, 0.5)
     position = _TYPES.index(kind)
     return _colour(position / len(_TYPES), 0.65, 0.45 if position % 2 else 0.75)
 
 
-def _share(name: str) -> float:
-    """Return the number in [0, 1) that belongs to a name for good."""
+def _hash_fraction(name: str) -> float:
+    """Map a name to a fixed number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
 def _colour(share: float, saturation: float, value: float) -> tuple[int, int, int]:
-    """Return a colour on the scale from red over green to blue. The hues around the mark's magenta are left out."""
+    """Return a colour on the scale from red over green to blue, without the hues around the mark's magenta."""
     red, green, blue = colorsys.hsv_to_rgb(share * 0.7, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -1,13 +1,15 @@
-"""Tasks one after another in one home that is never reset (KARMA, Section 4.1 and Appendix C; our task sets).
+"""Consecutive tasks in one home that is never reset (KARMA, Section 4.1 and Appendix C; own task sets).
 
-    L  short sequences of three classes: *simple* (every thing is asked for once), *composite* (most goals are about a
-       thing that an earlier one moved or treated) and *complex* (as composite, and something is named by colour, group
-       and what was done to it alone)
-    R  long random ones, whose things are drawn `uniform`, `skewed` (as often as ALFWorld's train games ask for them) or
-       `drifting` (some favourites, others every hundred tasks)
+    L  short sequences of three classes: *simple* (goals on different things), *composite* (most goals are on a thing
+        that
+       an earlier one moved or treated) and *complex* (as composite, with a thing named by colour, group and its
+           treatment
+       alone)
+    R  long random ones, whose things are drawn `uniform`, `skewed` (in proportion to ALFWorld's train goals) or
+       `drifting` (favourites that change every hundred tasks)
 
-The world goes on as the expert leaves it: a goal is taken only where it does not hold already and the expert finds a
-way from there, so that every goal is solvable when its turn comes, for whoever has solved those before it.
+The world continues as the expert leaves it: a goal is accepted where it does not hold already and the expert finds a
+way, so that every goal is solvable for an agent that solved the earlier ones.
 """
 
 import random
@@ -20,21 +22,21 @@ from pydantic import Field
 from envs.base import Task, TaskSequence
 from envs.household.engine import Engine
 from envs.household.expert import plan
-from envs.household.vocabulary import ASKED_FOR, PHRASES, TRAITS
+from envs.household.vocabulary import GOAL_COUNTS, PHRASES, TRAITS
 from envs.household.world import APPLIANCES, KINDS, LOOK, NOWHERE, SIMPLE, TREATMENTS, TWO, Game, Goal, State
 from runtime.settings import Settings
 
-FAVOURITES, FAVOURED, DRIFT = 8, 10.0, 100  # things that are asked for so much more often, and for how many tasks
-RELATED = 0.7  # share of a composite sequence's goals that are about a thing which was moved or treated
+FAVOURITES, FAVOURED, DRIFT = 8, 10.0, 100  # favourite things, their weight, and the tasks before they change
+RELATED = 0.7  # share of a composite sequence's goals on a thing that was moved or treated
 LENGTHS = {"simple": (2, 4), "composite": (4, 6), "complex": (3, 6)}
-TRIES = 200  # draws of one goal, and of one sequence, before the world is given up
-WORLD = "world"  # in a task's data: the sequence that it is of
+TRIES = 200  # draws of one goal, and of one sequence, before giving up
+WORLD = "world"  # key of the sequence in a task's data
 
 Stream = Literal["uniform", "skewed", "drifting"]
 
 
 class SequenceSettings(Settings):
-    """Which sequences `sequences(split)` lists."""
+    """The sequences that `sequences(split)` lists."""
 
     tasks: Literal["L", "R"] = "L"
     simple: int = Field(default=15, ge=0)  # sequences of each class of L, as many as the paper has
@@ -46,15 +48,15 @@ class SequenceSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A goal and how it is worded."""
+class WordedGoal:
+    """A goal and its wording."""
 
     goal: Goal
     words: str
 
 
 def with_goal(game: Game, task: Task) -> Game:
-    """Return the game with the goal of a task of a sequence; as it is for any other task."""
+    """Return the game with the goal of a sequence's task; unchanged for any other task."""
     if WORLD not in task.data:
         return game
     goal = Goal(task.kind, task.data["item"], task.data["receptacle"], task.data["lamp"])
@@ -64,17 +66,24 @@ def with_goal(game: Game, task: Task) -> Game:
 def sequences(
     worlds: Sequence[Task], game_of: Callable[[Task], Game], settings: SequenceSettings, seed: int, split: str
 ) -> list[TaskSequence]:
-    """Make a split's sequences, each in one of the worlds (any task of each). Raises ValueError where no world of the
-    split has goals enough."""
+    """Draw a split's sequences, each in one of the worlds (one task of each). Raises ValueError where no world of the
+    split has enough goals."""
     if settings.tasks == "R":
         families = [settings.stream] * settings.worlds
     else:
         families = [name for name in LENGTHS for _ in range(getattr(settings, name))]
-    made = list[TaskSequence]()
+    drawn = list[TaskSequence]()
     for number, family in enumerate(families, 1):
         name = f"{split}/{settings.tasks}-{family}/{number}"
         draws = (
-            _sequence(worlds[(number + again) % len(worlds)], game_of, settings, family, name, f"{seed}/{name}/{again}")
+            _sequence(
+                worlds[(number + again) % len(worlds)],
+                game_of,
+                settings=settings,
+                family=family,
+                name=name,
+                seed=f"{seed}/{name}/{again}",
+            )
             for again in range(TRIES)
         )
         found = next(filter(None, draws), None)
@@ -82,8 +91,8 @@ def sequences(
             raise ValueError(
                 f"no world of {split} has goals for a sequence {family!r}: more items (fixed_objects) help"
             )
-        made.append(found)
-    return made
+        drawn.append(found)
+    return drawn
 
 
 def _sequence(
@@ -91,41 +100,45 @@ def _sequence(
 ) -> TaskSequence | None:
     """Draw one sequence in one world; None where its goals run out."""
     living, rng = replace(world, data={**world.data, WORLD: name, **_EMPTY}), random.Random(seed)
-    life = _Life(game := game_of(living))
+    live = _World(game := game_of(living))
     if family in LENGTHS:
-        asked, least = list(_short(life, rng, family)), LENGTHS[family][0]
-        several = family != "composite" or len({each.goal.item_type for each in asked}) > 1
-        whole = len(asked) >= least and several and (family != "complex" or any(map(_is_vague, asked)))
+        goals, least = list(_short(live, rng, family)), LENGTHS[family][0]
+        varied = family != "composite" or len({each.goal.item_type for each in goals}) > 1
+        whole = len(goals) >= least and varied and (family != "complex" or any(map(_is_vague, goals)))
     else:
-        asked = list(_long(life, rng, settings))
-        whole = len(asked) == settings.length
-    tasks = tuple(_task(living, name, n, each, family) for n, each in enumerate(asked, 1))
-    return TaskSequence(name, world.scene, world.split, family, tasks, game.plan) if whole else None
+        goals = list(_long(live, rng, settings))
+        whole = len(goals) == settings.length
+    tasks = tuple(_task(living, name, number=n, worded=each, family=family) for n, each in enumerate(goals, 1))
+    return (
+        TaskSequence(name, world.scene, split=world.split, family=family, tasks=tasks, plan=game.plan)
+        if whole
+        else None
+    )
 
 
 _EMPTY: Mapping[str, str] = {"item": "", "receptacle": "", "lamp": ""}
 
 
-def _task(world: Task, name: str, number: int, asked: Asked, family: str) -> Task:
-    goal = asked.goal
+def _task(world: Task, name: str, number: int, worded: WordedGoal, family: str) -> Task:
+    goal = worded.goal
     data = {**world.data, "item": goal.item_type, "receptacle": goal.receptacle_type, "lamp": goal.lamp_type}
-    return replace(world, id=f"{name}/{number}", goal=asked.words, kind=goal.kind, family=family, data=data)
+    return replace(world, id=f"{name}/{number}", goal=worded.words, kind=goal.kind, family=family, data=data)
 
 
 @dataclass
-class _Life:
+class _World:
     """A world as the expert's work leaves it."""
 
     game: Game
     state: State = field(init=False)
-    touched: list[str] = field(default_factory=list)  # item types that were moved or treated, the last one last
+    touched: list[str] = field(default_factory=list)  # item types that were moved or treated, the latest last
 
     def __post_init__(self) -> None:
         self.state = self.game.start.copy()
 
     def take(self, goal: Goal) -> bool:
-        """Reach a goal as the expert does; False, and nothing has happened, where it holds already or there is no way.
-        What is in hand afterwards stays there, as it does for an agent."""
+        """Reach a goal as the expert does; False, without effect, where it holds already or there is no way. A held
+        item stays in hand, as for an agent."""
         engine = Engine(replace(self.game, goal=goal))
         if not (commands := plan(engine, self.state)):
             return False
@@ -135,7 +148,7 @@ class _Life:
         return True
 
     def goals(self, item: str) -> list[Goal]:
-        """List what may be asked for an item type: what suits it, at kinds of places where none of it lies now."""
+        """List the possible goals for an item type, at kinds of places where none of it is now."""
         game, mine = self.game, [i for i in self.game.items if i.type == item and i.pickupable]
         lying = {game.receptacles[r].type for i in mine for r in game.places(game.items.index(i), self.state)}
         kinds = {r.type for r in game.receptacles if r.location != NOWHERE and (r.type, item) in game.can_contain}
@@ -153,8 +166,8 @@ class _Life:
         return any(getattr(i, f"{TREATMENTS[kind]}able") for i in items) and place not in APPLIANCES[TREATMENTS[kind]]
 
     def vague(self, item: str) -> str:
-        """Name an item type by colour, group and what was done to it; "" where that fits none or more than this one.
-        Colour and group alone have to leave a choice."""
+        """Describe an item type by colour, group and treatment; "" unless this fits it alone while colour and group do
+        not."""
         if item not in TRAITS or item not in self.touched:
             return ""
         types = {i.type for i in self.game.items}
@@ -166,71 +179,71 @@ class _Life:
         return ""
 
     def _condition(self, item: str) -> str:
-        """Return what was done to an item, as an adjective; "moved" where it was carried alone."""
+        """Return an item's treatment as an adjective; "moved" where it was only carried."""
         mine = sum(1 << i for i, each in enumerate(self.game.items) if each.type == item)
         masks = {"hot": self.state.hot, "cool": self.state.cool, "clean": self.state.clean}
         return next((name for name, mask in masks.items() if mask & mine), "moved")
 
 
 def _types(game: Game) -> list[str]:
-    """List the types of the things that can be carried, in an order that is always the same."""
+    """List the types of portable things, in a fixed order."""
     return sorted({item.type for item in game.items if item.pickupable and item.inside is None})
 
 
-def _worded(goal: Goal, rng: random.Random) -> Asked:
+def _worded(goal: Goal, rng: random.Random) -> WordedGoal:
     words = rng.choice(PHRASES[goal.kind]).format(item=goal.item_type, place=goal.receptacle_type)
-    return Asked(goal, words.replace("desklamp", goal.lamp_type) if goal.lamp_type else words)
+    return WordedGoal(goal, words.replace("desklamp", goal.lamp_type) if goal.lamp_type else words)
 
 
-def _short(life: _Life, rng: random.Random, family: str) -> Iterator[Asked]:
-    """Draw a sequence of L, goal by goal; fewer than wanted where nothing suits."""
-    types, least, named = _types(life.game), LENGTHS[family][0], False
+def _short(live: _World, rng: random.Random, family: str) -> Iterator[WordedGoal]:
+    """Draw a sequence of L, goal by goal; fewer where no goal suits."""
+    types, least, named = _types(live.game), LENGTHS[family][0], False
     share = {"simple": 0.0, "composite": RELATED, "complex": RELATED / 2}[family]
     for number in range(rng.randint(*LENGTHS[family])):
         vague = None
         if family == "complex" and number >= least - 1 and not named:
-            vague = _vague_goal(life, rng)
-        made = vague or _goal(life, rng, types, again=number > 0 and rng.random() < share)
-        if made is None:
+            vague = _vague_goal(live, rng)
+        drawn = vague or _goal(live, rng, types, again=number > 0 and rng.random() < share)
+        if drawn is None:
             return
         named = named or vague is not None
-        yield made
+        yield drawn
 
 
-def _is_vague(asked: Asked) -> bool:
-    return asked.words.startswith("put the ")
+def _is_vague(worded: WordedGoal) -> bool:
+    return worded.words.startswith("put the ")
 
 
-def _goal(life: _Life, rng: random.Random, types: Sequence[str], again: bool) -> Asked | None:
-    """Draw one goal that can be reached, and reach it: on a thing that was touched before (`again`), or on another."""
-    pool = life.touched if again else [item for item in types if item not in life.touched]
+def _goal(live: _World, rng: random.Random, types: Sequence[str], again: bool) -> WordedGoal | None:
+    """Draw one goal and reach it: on a thing touched before (`again`), or on another."""
+    pool = live.touched if again else [item for item in types if item not in live.touched]
     for _ in range(TRIES if pool else 0):
-        goals = life.goals(rng.choice(pool))
-        if goals and life.take(goal := rng.choice(goals)):
+        goals = live.goals(rng.choice(pool))
+        if goals and live.take(goal := rng.choice(goals)):
             return _worded(goal, rng)
     return None
 
 
-def _vague_goal(life: _Life, rng: random.Random) -> Asked | None:
-    """Draw one goal on a thing that is not named but told from others by what was done to it, and reach it."""
-    for item in rng.sample(life.touched, len(life.touched)):
-        name, goals = life.vague(item), [goal for goal in life.goals(item) if goal.kind == SIMPLE]
-        if name and goals and life.take(goal := rng.choice(goals)):
-            return Asked(goal, f"put the {name} in {goal.receptacle_type}")
+def _vague_goal(live: _World, rng: random.Random) -> WordedGoal | None:
+    """Draw one goal on a thing described by its treatment instead of its name, and reach it."""
+    for item in rng.sample(live.touched, len(live.touched)):
+        name, goals = live.vague(item), [goal for goal in live.goals(item) if goal.kind == SIMPLE]
+        if name and goals and live.take(goal := rng.choice(goals)):
+            return WordedGoal(goal, f"put the {name} in {goal.receptacle_type}")
     return None
 
 
-def _long(life: _Life, rng: random.Random, settings: SequenceSettings) -> Iterator[Asked]:
+def _long(live: _World, rng: random.Random, settings: SequenceSettings) -> Iterator[WordedGoal]:
     """Draw a sequence of R, goal by goal."""
-    types = _types(life.game)
-    weights = {item: float(ASKED_FOR.get(item, 1)) if settings.stream == "skewed" else 1.0 for item in types}
+    types = _types(live.game)
+    weights = {item: float(GOAL_COUNTS.get(item, 1)) if settings.stream == "skewed" else 1.0 for item in types}
     for number in range(settings.length):
         if settings.stream == "drifting" and number % DRIFT == 0:
             favourites = rng.sample(types, min(FAVOURITES, len(types)))
             weights = {item: FAVOURED if item in favourites else 1.0 for item in types}
         for _ in range(TRIES):
-            goals = life.goals(rng.choices(types, [weights[item] for item in types])[0])
-            if goals and life.take(goal := rng.choice(goals)):
+            goals = live.goals(rng.choices(types, [weights[item] for item in types])[0])
+            if goals and live.take(goal := rng.choice(goals)):
                 yield _worded(goal, rng)
                 break
         else:

@@ -1,7 +1,6 @@
-"""What text tells: where the agent stands, what it holds, what is where, and what a task is about.
+"""Observation parser of ALFWorld's text world, which generated homes share: agent position, hand, contents of places.
 
-Read is the wording of ALFWorld's text world, which generated homes share; other text gives nothing to be read. Nothing
-comes from the simulator's own state.
+Other text yields nothing; the simulator's own state is never used.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _GONE = re.compile(rf"go to ({_PLACE})")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One text: the place that it is about, and what is seen there (None where it does not list a place)."""
+    """A place in a text, and its visible contents (None where the text does not list them)."""
 
     at: str
     seen: tuple[str, ...] | None
@@ -37,13 +36,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Where the agent stands and what it holds, as far as it was told."""
+    """The agent's place and held item, as far as observations reveal them."""
 
     at: str = ""
     holds: str = ""
 
     def after(self, action: str, feedback: str) -> Body:
-        """Return it after a step."""
+        """Return the state after a step."""
         body = self
         if arrived := ARRIVED.search(feedback) or (not feedback.startswith("Nothing") and _GONE.fullmatch(action)):
             body = replace(body, at=arrived[1])
@@ -62,8 +61,8 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Deed:
-    """What a step did to a thing: took it from a place, put it in one, heated, cooled or cleaned it there, sliced it,
-    turned it on or off."""
+    """The effect of a step on a thing: taken from a place, put in one, heated, cooled or cleaned there, sliced, or
+    switched on or off."""
 
     verb: str  # take, put, heat, cool, clean, slice, on, off
     thing: str
@@ -71,7 +70,7 @@ class Deed:
 
 
 def deed(feedback: str) -> Deed | None:
-    """Read from what the world answered what was done; None for nothing."""
+    """Parse the effect of a step from the answer; None for no effect."""
     if found := _TAKEN.search(feedback):
         return Deed("take", found[1], found[2])
     if found := _PUT.search(feedback):
@@ -84,13 +83,13 @@ def deed(feedback: str) -> Deed | None:
 
 
 def views(text: str) -> Iterator[View]:
-    """List the places whose content a text tells."""
+    """List the places whose content a text lists."""
     for place, content in _LISTED.findall(text):
         yield View(place, tuple(_ENTITY.findall(content)))
 
 
 def room(text: str) -> tuple[str, ...]:
-    """List what a first view says that the room holds."""
+    """List what a first view says the room holds."""
     return tuple(entity for content in _ROOM.findall(text) for entity in _ENTITY.findall(content))
 
 
@@ -106,8 +105,7 @@ def kind(entity: str) -> str:
 
 
 def objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
-    """Return the object category that a goal in ALFWorld's words is about; of another goal, whichever of `known` it
-    names."""
+    """Return the object category that a goal in ALFWorld's words names; for another goal, the named ones of `known`."""
     goal = task.goal.lower()
     named = SOUGHT.search(goal)
     words = set(re.findall(r"[a-z]+", goal))
@@ -115,7 +113,7 @@ def objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
 
 
 def summary(text: str, body: Body) -> str:
-    """Write a state in canonical form (B.2.2): place, what is seen in order of names, what is held."""
+    """Write a state in canonical form (B.2.2): place, visible entities sorted by name, held item."""
     found = sorted({entity for view in views(text) for entity in view.seen or ()} | set(room(text)))
     seen = ", ".join(found) or " ".join(text.split())
     return f"at {body.at or 'start'} | sees: {seen} | {body.holding}"

@@ -1,4 +1,4 @@
-"""What episodes of ALFWorld's command language show: where kinds of objects were found, what was done with which."""
+"""Command readers of ALFWorld's language: where kinds of objects were found, and what was done with them."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from envs.household.vocabulary import OPENABLE
 from envs.trajectories import Fact, TrajectoryReader
 
 _GO = "go to "
-# The commands that do something.
+# Commands with an effect.
 TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
 PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
 TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
 USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
-# The kind of thing that a goal in ALFWorld's words is about.
+# The kind of thing that a goal in ALFWorld's words names.
 SOUGHT = re.compile(
     r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
 )
@@ -31,13 +31,13 @@ def location(scene: str, thing: str, place: str) -> str:
 
 
 def fetching(thing: str, place: str) -> str:
-    """Write the command that takes a thing ("mug 1") from where memory says that it was: what readers read of an entry
-    whose episodes saw it there and did not take it."""
+    """Write the command that takes a thing ("mug 1") from its remembered place, for entries of episodes that saw it
+    there without taking it."""
     return f"take {thing} from {place}"
 
 
 def subgoals(plan: Sequence[str]) -> list[str]:
-    """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
+    """List the remaining subgoals, as the Brief State names them: find mug, heat mug, put mug in cabinet."""
     goals: list[str] = []
     for command in plan:
         if m := TAKE.fullmatch(command):
@@ -52,8 +52,8 @@ def subgoals(plan: Sequence[str]) -> list[str]:
 
 
 class HouseholdReader(TrajectoryReader):
-    """Generated homes: what memory can tell is where a kind of object is in this very home. Another home's layout says
-    nothing, and every home has its appliances in plain view."""
+    """Reader for generated homes: memory tells where a kind of object is in this very home. Other homes' layouts are
+    uninformative, and every home has its appliances in plain view."""
 
     follows_recipes = False
 
@@ -62,12 +62,12 @@ class HouseholdReader(TrajectoryReader):
         return [Fact(f"find {m['thing']}", m["place"]) for a in actions if (m := TAKE.fullmatch(a))]
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return what is to be found next and where it is."""
+        """Return what is to be found next, and where it is."""
         first = subgoals(plan)[:1]
         return next((fact for fact in self.facts(plan) if [fact.need] == first), None)
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
-        """List what is left; the goal's own words say it."""
+        """List what is left; the goal's own words suffice."""
         return subgoals(plan)
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
@@ -75,7 +75,7 @@ class HouseholdReader(TrajectoryReader):
         return frozenset(m["place"] for form in (_SEEN_AT, ARRIVED) for m in form.finditer(observation))
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the place in view that does not hold the thing."""
+        """Return the visible place that does not hold the thing."""
         seen = _SEEN_AT.search(observation)
         return "" if seen is None or re.search(rf"\b{self.thing(need)} \d", observation) else seen["place"]
 
@@ -85,7 +85,7 @@ class HouseholdReader(TrajectoryReader):
         return (put["place"], put["thing"]) if put else ("", "")
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that were gone to and opened."""
+        """Return the places that were visited and opened."""
         opened = (c.removeprefix("open ") for c in history if c.startswith("open "))
         return frozenset(place for place in opened if f"{_GO}{place}" in history)
 
@@ -93,18 +93,18 @@ class HouseholdReader(TrajectoryReader):
         return need.removeprefix("find ")
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Say where the thing was."""
+        """Write where the thing was."""
         return location(scene, self.thing(need), place)
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Say where the first thing was."""
+        """Write where the first thing was."""
         fact = taken(actions)
         return location(scene, *fact) if fact else ""
 
 
 class AlfworldReader(HouseholdReader):
-    """Real games, whose scenes are alike: where a mug was in other kitchens says where to look in this one. Lamps have
-    to be found, too, and appliances are gone to."""
+    """Reader for real games, whose scenes are alike: where a mug was in other kitchens suggests where to look in this
+    one. Lamps have to be found, too, and appliances visited."""
 
     alike = True
 
@@ -123,16 +123,16 @@ class AlfworldReader(HouseholdReader):
         return found
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return what the next subgoal needs: a thing, a lamp or an appliance, and where it is."""
+        """Return what the next subgoal needs (a thing, a lamp or an appliance), and where it is."""
         first = next((i for i, command in enumerate(plan) if subgoals([command])), len(plan))
         return next(iter(self.facts(plan[: first + 1])), None)
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the place in view that does not hold the thing; an appliance holds nothing that is looked for."""
+        """Return the visible place that does not hold the thing; appliances hold nothing searched for."""
         return super().lacking(need, observation) if need.startswith("find ") else ""
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that were looked into, but for one that something was last taken from: it may hold more."""
+        """Return the places that were looked into, except one that something was last taken from: it may hold more."""
         done = set[str]()
         for command in history:
             if m := TAKE.fullmatch(command):
@@ -144,17 +144,17 @@ class AlfworldReader(HouseholdReader):
         return frozenset(done)
 
     def likes(self, place: str, text: str) -> list[str]:
-        """List the places of the same kind that `text` names: countertop 1, countertop 2."""
+        """List the places of the same kind in `text`: countertop 1, countertop 2."""
         kind = re.escape(place.split()[0])
         return list(dict.fromkeys(re.findall(rf"\b{kind} \d+\b", text)))
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Say where the thing was, or what served to heat, cool or clean."""
+        """Write where the thing was, or which appliance served to heat, cool or clean."""
         if need.startswith("find "):
             return super().sentence(scene, need, place)
         return f"in {scene} {place} was used to {need}"
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Say where each thing was."""
+        """Write where each thing was."""
         found = dict.fromkeys(fact for fact in self.facts(actions) if fact.need.startswith("find "))
         return "; ".join(self.sentence(scene, fact.need, fact.place) for fact in found)

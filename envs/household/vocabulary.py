@@ -1,6 +1,6 @@
-"""What is found in a home: item types with what can be done to them, and the places where each may lie.
+"""Vocabulary of generated homes: item types with their flags, and the places that may hold each.
 
-The flags and places are those of ALFWorld's own rooms, restricted to the receptacle types that generated scenes use.
+Flags and places are those of ALFWorld's own rooms, restricted to the receptacle types of generated scenes.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ PLACES = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2
 
 @dataclass(frozen=True, slots=True)
 class ItemType:
-    """A pickupable kind of thing."""
+    """A portable kind of thing."""
 
     name: str
     flags: Mapping[str, bool]  # of an `Item`
@@ -51,7 +51,7 @@ _ORNAMENT = "coffeetable countertop desk diningtable dresser safe shelf sidetabl
 _LOUNGE = "armchair coffeetable diningtable drawer dresser ottoman shelf sidetable sofa"
 _SEAT = "armchair bed coffeetable countertop desk diningtable dresser ottoman sidetable sofa"
 
-_FLAGS = {"c": "cleanable", "h": "heatable", "f": "coolable", "s": "sliceable"}  # f: it may go into the fridge
+_FLAGS = {"c": "cleanable", "h": "heatable", "f": "coolable", "s": "sliceable"}  # f: fits into the fridge
 # name: (flags, places)
 _TABLE = {
     "alarmclock": ("", "countertop desk diningtable dresser shelf sidetable"),
@@ -107,7 +107,7 @@ ITEM_TYPES: dict[str, ItemType] = {
     for name, (flags, places) in _TABLE.items()
 }
 
-# How a thing is called by those who do not say its name: by colour and group.
+# Descriptions of things without their name: colour and group.
 _GROUPS = {
     "food": "red apple, brown bread, white egg, green lettuce, brown potato, red tomato",
     "dish": "white bowl, blue cup, blue mug, white plate",
@@ -125,10 +125,10 @@ TRAITS: dict[str, tuple[str, str]] = {
     for group, things in _GROUPS.items()
     for colour, thing in (each.split() for each in things.split(", "))
 }
-"""Colour and group of item types; what is alone of its kind has none."""
+"""Colour and group of item types; types without a group have none."""
 
-# How often ALFWorld's 3,553 train games ask for each of the types above.
-ASKED_FOR: dict[str, int] = dict(
+# Number of ALFWorld's 3,553 train games with each of the types above as goal.
+GOAL_COUNTS: dict[str, int] = dict(
     mug=220,
     cup=145,
     potato=136,
@@ -182,7 +182,7 @@ LAMP_PLACES = frozenset({"desk", "dresser", "shelf", "sidetable", "diningtable",
 
 CAN_CONTAIN = frozenset((place, kind.name) for kind in ITEM_TYPES.values() for place in kind.places)
 
-# Two ways to word each task, as in ALFWorld.
+# Two wordings of each task, as in ALFWorld.
 PHRASES = {
     "pick_and_place_simple": ("put a {item} in {place}", "put some {item} on {place}"),
     "pick_clean_then_place_in_recep": ("put a clean {item} in {place}", "clean some {item} and put it in {place}"),

@@ -1,9 +1,9 @@
-"""What a household game is: the facts that never change (`Game`) and the few that do (`State`).
+"""A household game: its constant facts (`Game`) and its changing ones (`State`).
 
-Both the reader of real ALFWorld games (`envs.alfworld.games`) and the scene generator (`generate.py`) build a `Game`;
-the engine, the expert and the renderer read nothing else. Items and receptacles are numbered in the order in which
-ALFWorld lists them, and sets of items are Python integers used as bit masks (bit i = item i), so that a state is copied
-in about a microsecond and a list "in order" is simply the bits from low to high.
+The reader of real ALFWorld games (`envs.alfworld.games`) and the scene generator (`generate.py`) both build a `Game`;
+engine, expert and renderer read nothing else. Items and receptacles are numbered in the order in which ALFWorld lists
+them, and sets of items are integers used as bit masks (bit i = item i): a state is copied in about a microsecond, and a
+list in order is the bits from low to high.
 """
 
 from collections.abc import Iterator
@@ -21,31 +21,31 @@ LOOK = "look_at_obj_in_light"
 TWO = "pick_two_obj_and_place"
 KINDS = (SIMPLE, LOOK, CLEAN, HEAT, COOL, TWO)
 
-# What has to be done to an object before it is placed, by task type: the verb, and the receptacle types that do it.
+# Treatment of an object before it is placed, by task type, and the receptacle types that perform it.
 TREATMENTS = {CLEAN: "clean", HEAT: "heat", COOL: "cool"}
 APPLIANCES = {"clean": ("sinkbasin", "sink"), "heat": ("microwave",), "cool": ("fridge",)}
 
-# What ALFWorld's PDDL says of items: what each allows for good, and the mask of `State` that a changing fact goes into.
+# ALFWorld's PDDL predicates of items: constant flags, and the mask of `State` for each changing fact.
 FLAGS = ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
 CONDITIONS = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 
-NOWHERE = -1  # location of a receptacle that nobody can walk to; "no item" where an item is expected
+NOWHERE = -1  # location of an unreachable receptacle; "no item" as an item
 
 
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """A place things lie in or on. `location` is where the agent stands to use it (several may share one)."""
+    """A place that holds things. `location` is where the agent stands to use it (several may share one)."""
 
     name: str  # "cabinet 3"
     type: str  # "cabinet"
     openable: bool
     location: int
-    position: Position | None = field(default=None, compare=False)  # no rule and no text depends on it
+    position: Position | None = field(default=None, compare=False)  # affects no rule and no text
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object. `inside` names the items a receptacle object holds; None for an object that holds nothing ever."""
+    """An object. `inside` lists the items in a receptacle object; None for an object that can hold nothing."""
 
     name: str  # "mug 1"
     type: str  # "mug"
@@ -60,7 +60,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What makes the task done; `kind` says how the other fields read (see `engine.Engine.conditions`)."""
+    """The goal of a task; `kind` decides how the other fields are read (see `engine.Engine.progress`)."""
 
     kind: str
     item_type: str
@@ -74,7 +74,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The phrases in which released games differ. The defaults are those of ALFWorld 0.4."""
+    """Phrases in which released games differ. The defaults are those of ALFWorld 0.4."""
 
     put: str = "move {o} to {r}"
     put_feedback: str = "You move the {o} to the {r}."
@@ -99,15 +99,15 @@ class Wording:
 
 @dataclass(slots=True)
 class State:
-    """Everything that changes in a game. Mutable and small; `copy` is how a planner or a test branches.
+    """All changing facts of a game. Mutable and small; planners and tests branch by `copy`.
 
     An item can be in two receptacles at once, and its recorded location need not be its receptacle's: real games hold
-    such contradictions and TextWorld shows them, so we keep them too.
+    such contradictions and TextWorld shows them, so they are reproduced.
     """
 
     location: int
     contents: list[int]  # by receptacle: the mask of items in it
-    taken: list[int]  # by receptacle: TextWorld's remembered "not in receptacle"
+    taken: list[int]  # by receptacle: TextWorld's explicit "not in receptacle" facts
     standing: list[int]  # by location: TextWorld's objectAtLocation
     held: int = NOWHERE
     opened: int = 0  # mask over receptacles; all masks below are over items
@@ -127,7 +127,7 @@ class State:
 
 @dataclass(frozen=True)
 class Game:
-    """One game: its places and things, how it starts, what is asked and how it speaks. Never changed once built."""
+    """One game: places, things, start, goal and wording. Immutable."""
 
     receptacles: tuple[Receptacle, ...]
     items: tuple[Item, ...]
@@ -136,12 +136,12 @@ class Game:
     task: str  # the task sentence without its full stop, e.g. "put a hot mug in cabinet"
     can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
     wording: Wording = field(default_factory=Wording)
-    locations: tuple[str, ...] = ()  # names of the agent's places ("loc 3"), where the wording needs them
-    reachable: tuple[Position, ...] = field(default=(), compare=False)  # where the agent can stand, where that is known
+    locations: tuple[str, ...] = ()  # names of locations ("loc 3"), where the wording uses them
+    reachable: tuple[Position, ...] = field(default=(), compare=False)  # known positions where the agent can stand
 
     @property
     def plan(self) -> FloorPlan:
-        """Return what does not move: receptacles that one can walk to, and where one can stand."""
+        """Return the fixed layout: reachable receptacles, and where the agent can stand."""
         return FloorPlan({r.name: r.position for r in self.receptacles if r.location != NOWHERE}, self.reachable)
 
     def places(self, item: int, state: State) -> list[int]:

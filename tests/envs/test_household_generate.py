@@ -227,7 +227,6 @@ def test_mistakes_are_answered_clearly() -> None:
         ({"kinds": ("dance",)}, "unknown task types dance"),
         ({"kinds": ()}, "at least one task type"),
         ({"fixed_objects": 0}, "at least 1"),
-        ({"image_size": 10}, "at least 64"),
         ({"scenes": {"a_experience": 1}}, "may not end in"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -44,11 +44,11 @@ def test_no_differences_over_a_sample_of_every_task_type(games: Path) -> None:
 def test_a_difference_is_found_printed_and_fails(games: Path, smallest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = parity.NativeGame.step
 
-    def careless(self: parity.NativeGame, command: str) -> parity.Seen:
+    def careless(self: parity.NativeGame, command: str) -> parity.EngineOutput:
         seen = honest(self, command)
         if not command.startswith("go to"):
             return seen
-        return parity.Seen(seen.text.lower(), seen.admissible[1:], seen.won, seen.facts | {("hot", "mug 9")})
+        return parity.EngineOutput(seen.text.lower(), seen.admissible[1:], seen.won, seen.facts | {("hot", "mug 9")})
 
     monkeypatch.setattr(parity.NativeGame, "step", careless)
     code, lines = run("parity", "--games", str(smallest.parent), "--steps", "40")

@@ -105,9 +105,9 @@ def test_things_show_only_at_the_agents_place(env: HouseholdEnvironment) -> None
 
 
 def test_size_and_absence() -> None:
-    large = HouseholdEnvironment(scenes={"a": 1}, image_size=224)
-    image = large.reset(large.tasks("a")[0]).image
-    assert image is not None and image.size == (224, 224) and image.mode == "RGB"
+    drawn = HouseholdEnvironment(scenes={"a": 1})
+    image = drawn.reset(drawn.tasks("a")[0]).image
+    assert image is not None and image.size == (64, 64) and image.mode == "RGB"
     none = HouseholdEnvironment(scenes={"a": 1}, images=False)
     assert none.reset(none.tasks("a")[0]).image is None
 

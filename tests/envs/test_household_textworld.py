@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.alfworld.environment import AlfworldEnvironment, Seen, TextWorldEnvironment
+from envs.alfworld.environment import AlfworldEnvironment, EngineOutput, TextWorldEnvironment
 from envs.alfworld.export import export_split
 from envs.base import Environment, EnvironmentFailure
 from envs.household.environment import HouseholdEnvironment
@@ -54,7 +54,7 @@ def test_pictures_and_failures(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     image = env.reset(task).image
     assert image is not None and image.size == (64, 64)
     assert env._theirs is not None
-    monkeypatch.setattr(env._theirs, "step", lambda command: Seen("You win!", (), True, frozenset()))
+    monkeypatch.setattr(env._theirs, "step", lambda command: EngineOutput("You win!", (), True, frozenset()))
     with pytest.raises(EnvironmentFailure, match="TextWorld says won=True and the native engine False"):
         env.step("look")
     env.close()

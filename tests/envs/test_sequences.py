@@ -172,15 +172,15 @@ def test_a_task_of_another_world_needs_a_reset() -> None:
 
 
 def test_who_cannot_go_on_in_one_world_says_so() -> None:
-    with pytest.raises(EnvironmentFailure, match="starts every task in a world of its own"):
+    with pytest.raises(EnvironmentFailure, match="starts every task in a new world"):
         living(CountingEnv())
     with pytest.raises(EnvironmentFailure, match=r"set env\.engine=native"):
         TextWorldEnvironment("nowhere").sequences("train")
     with EnvironmentPool(WorkerSpec("tests.envs.hosted_examples:Countdown"), 1) as pool, closing(pool.lease()) as env:
-        with pytest.raises(EnvironmentFailure, match="Countdown starts every task in a world of its own"):
+        with pytest.raises(EnvironmentFailure, match="Countdown starts every task in a new world"):
             env.sequences("test")
         env.reset(replace(HOME.sequences("test")[0].tasks[0], id="2"))
-        with pytest.raises(EnvironmentFailure, match="starts every task in a world of its own"):
+        with pytest.raises(EnvironmentFailure, match="starts every task in a new world"):
             env.proceed(HOME.sequences("test")[0].tasks[0])
 
 
@@ -283,4 +283,4 @@ def test_a_world_that_breaks_takes_the_rest_of_its_sequence_with_it() -> None:
     assert first[2].error == first[3].error and str(first[2].error).endswith(f"{first[1].task_id}: {first[1].error}")
     assert [e.stop_reason for e in second] == [StopReason.SUCCESS] * 2
     [[one, other]] = played(CountingEnv, [whole])
-    assert one.success and "starts every task in a world of its own" in str(other.error)
+    assert one.success and "starts every task in a new world" in str(other.error)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from envs.base import Task
-from envs.worker import FRAME_LIMIT, HEAD, MARK, Channel, FrameError, Hosted, png
+from envs.worker import FRAME_LIMIT, HEAD, MARK, Channel, FrameError, HostedEnvironment, png
 from tests.envs.hosted_examples import Countdown, alive, tiny_png
 
 WORKER = Path(__file__).parents[2] / "envs" / "worker.py"
@@ -73,8 +73,8 @@ def test_a_channel_tells_silence_from_the_end() -> None:
 def test_our_environments_and_plain_objects_are_told_apart() -> None:
     from envs.household.environment import HouseholdEnvironment
 
-    env = HouseholdEnvironment(scenes={"train": 2, "test": 2}, image_size=64)
-    ours = Hosted(env)
+    env = HouseholdEnvironment(scenes={"train": 2, "test": 2})
+    ours = HostedEnvironment(env)
     tasks, _ = ours.tasks("test")
     assert [Task(**task).id for task in json.loads(json.dumps(tasks))] == [task.id for task in env.tasks("test")]
     seen, [picture] = ours.reset(tasks[0])
@@ -83,7 +83,7 @@ def test_our_environments_and_plain_objects_are_told_apart() -> None:
     from PIL import Image
 
     assert direct.image is not None and Image.open(io.BytesIO(picture)).tobytes() == direct.image.tobytes()
-    plain = Hosted(Countdown())
+    plain = HostedEnvironment(Countdown())
     made, [picture] = plain.reset({"id": "2", "goal": "wait", "kind": ""})
     assert made == {"text": "start of wait", "admissible": ["wait", "look"], "image": True}
     assert picture == tiny_png(2)

@@ -10,7 +10,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from envs.base import FloorPlan
 from envs.household.environment import HouseholdEnvironment
-from envs.household.lying import counts, likelihood
+from envs.household.placement_prior import counts, likelihood
 from executor.program import (
     Plan,
     ProgramExecutor,

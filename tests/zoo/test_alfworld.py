@@ -28,10 +28,10 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from tests.commands.running import memcompiler
 from zoo.alfworld import gate, lessons, play, recipes
-from zoo.alfworld.play import Why
+from zoo.alfworld.play import ChoiceSource
 from zoo.alfworld.words import LEXICON, SCENES
 from zoo.curriculum import ANSWER, IGNORE, REFUSED, ROOM, Vocabulary, ways
-from zoo.gates import Share
+from zoo.gates import GateResult
 from zoo.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(LEXICON)
@@ -89,7 +89,7 @@ def test_ways_are_proposed_by_memory_or_the_first_view_and_refused_where_one_has
 
 
 def test_batches_are_drawn_from_several_parts_in_their_shares():
-    draw = recipes.mixed((0.25, lambda rng: {"a": rng.random()}), (0.75, lambda rng: {"b": rng.random()}))
+    draw = recipes.mix((0.25, lambda rng: {"a": rng.random()}), (0.75, lambda rng: {"b": rng.random()}))
     drawn = [next(iter(draw(random.Random(seed)))) for seed in range(400)]
     assert 70 < drawn.count("a") < 130
 
@@ -120,61 +120,70 @@ def entry(scene: str, place: str) -> MemoryEntry:
     return MemoryEntry(f"{scene} {place}", text, Provenance("t", scene, "put a mug in shelf", "train", True, actions))
 
 
-def does(script: play.Script, asked: ExecutorRequest) -> tuple[tuple[str, ...], Why]:
+def does(script: play.ScriptedPolicy, asked: ExecutorRequest) -> tuple[tuple[str, ...], ChoiceSource]:
     choice = script.choices(asked)
-    return choice.commands, choice.why
+    return choice.commands, choice.source
 
 
 def test_the_script_goes_on_to_the_next_place_of_the_first_view_and_knows_no_more_than_its_prompt():
-    script, view = play.Script({}), f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
-    assert does(script, request(view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
+    script, view = play.ScriptedPolicy({}), f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
+    assert does(script, request(view)) == ((f"go to {PLACES[0]}",), ChoiceSource.SEARCH)
     at = lambda place, **more: does(script, request(history=(f"go to {place}",), first=view, **more))
     for place, following in zip(PLACES, (*PLACES[1:], PLACES[0]), strict=True):
-        assert at(place) == ((f"go to {following}",), Why.SEARCH)
+        assert at(place) == ((f"go to {following}",), ChoiceSource.SEARCH)
     back = (f"go to {PLACES[2]}", f"go to {PLACES[1]}")  # on to where it has not been
-    assert does(script, request(history=back, first=view)) == ((f"go to {PLACES[3]}",), Why.SEARCH)
+    assert does(script, request(history=back, first=view)) == ((f"go to {PLACES[3]}",), ChoiceSource.SEARCH)
     taken = (*back[:1], f"take mug 1 from {PLACES[2]}", *back[1:])  # since it took something, it has not been there
-    assert does(script, request(history=taken, first=view)) == ((f"go to {PLACES[2]}",), Why.SEARCH)
-    assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), Why.SEARCH)
+    assert does(script, request(history=taken, first=view)) == ((f"go to {PLACES[2]}",), ChoiceSource.SEARCH)
+    assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), ChoiceSource.SEARCH)
     long_ago = (f"go to {PLACES[1]}", *["look"] * HISTORY)
-    assert does(script, request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
+    assert does(script, request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), ChoiceSource.SEARCH)
 
 
 def test_the_script_follows_guidance_but_not_to_where_it_has_been():
-    script, told = play.Script({}), {"guidance": "go to shelf 1", "reason": "in FloorPlan1 the mug was in shelf 1"}
-    assert does(script, request(**told)) == (("go to shelf 1",), Why.TOLD)
-    assert does(script, request(history=("go to shelf 1",), **told))[1] is Why.SEARCH
+    script, told = (
+        play.ScriptedPolicy({}),
+        {"guidance": "go to shelf 1", "reason": "in FloorPlan1 the mug was in shelf 1"},
+    )
+    assert does(script, request(**told)) == (("go to shelf 1",), ChoiceSource.GIVEN)
+    assert does(script, request(history=("go to shelf 1",), **told))[1] is ChoiceSource.SEARCH
     back = ("go to shelf 1", "take mug 1 from shelf 1", "go to cabinet 1")  # it may hold another one
-    assert does(script, request(history=back, **told)) == (("go to shelf 1",), Why.TOLD)
+    assert does(script, request(history=back, **told)) == (("go to shelf 1",), ChoiceSource.GIVEN)
 
 
 def test_the_script_reads_pasted_memory_as_guidance():
     entries = [entry("FloorPlan2", "shelf 1"), entry("FloorPlan1", "cabinet 2"), entry("FloorPlan1", "fridge 1")]
-    script = play.Script({each.text: each for each in entries})
+    script = play.ScriptedPolicy({each.text: each for each in entries})
     memory = "\n\n".join(each.text for each in entries)
-    assert does(script, request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), Why.TOLD)
+    assert does(script, request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), ChoiceSource.GIVEN)
     history = ("go to cabinet 2", "go to cabinet 1")
     choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
-    assert choice.commands == ("go to fridge 1",) and choice.why is Why.TOLD
-    assert choice.told == ("go to cabinet 2", "go to fridge 1") and choice.been == history
+    assert choice.commands == ("go to fridge 1",) and choice.source is ChoiceSource.GIVEN
+    assert choice.known == ("go to cabinet 2", "go to fridge 1") and choice.visited == history
     history = ("go to cabinet 2", "go to fridge 1", "go to cabinet 1")
     choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
-    assert choice.why is Why.SEARCH and choice.told == history[:2] and choice.been == history
+    assert choice.source is ChoiceSource.SEARCH and choice.known == history[:2] and choice.visited == history
 
 
 def test_the_script_knows_all_that_memory_names_and_leaves_out_where_it_has_been_since_it_took_something():
     entries = [entry("FloorPlan1", "shelf 1"), entry("FloorPlan1", "fridge 1")]
-    script, memory = play.Script({each.text: each for each in entries}), "\n\n".join(each.text for each in entries)
+    script, memory = (
+        play.ScriptedPolicy({each.text: each for each in entries}),
+        "\n\n".join(each.text for each in entries),
+    )
     nothing, told = "On the shelf 1, you see nothing.", ("go to shelf 1", "go to fridge 1")
     seen = script.choices(request(nothing, ("go to shelf 1",), memory=memory))  # shelves are seen when gone to
-    assert seen.commands == told[1:] and seen.told == told and seen.been == told[:1]
+    assert seen.commands == told[1:] and seen.known == told and seen.visited == told[:1]
     later = ("go to shelf 1", "take mug 1 from cabinet 1", "go to cabinet 1")
-    assert does(script, request("x", later, memory=memory)) == (told, Why.TOLD)
+    assert does(script, request("x", later, memory=memory)) == (told, ChoiceSource.GIVEN)
 
 
 def test_the_script_acts_on_what_it_has_found():
     plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
-    assert does(play.Script({}), request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
+    assert does(play.ScriptedPolicy({}), request(plan=plan, guidance="go to cabinet 1")) == (
+        plan[:1],
+        ChoiceSource.PLAN,
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,18 +224,18 @@ def test_the_script_acts_on_what_it_has_found():
 )
 def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
     asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
-    assert does(play.Script({}), asked) == (wanted, Why.PLAN)
+    assert does(play.ScriptedPolicy({}), asked) == (wanted, ChoiceSource.PLAN)
 
 
 def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
     commands = ("take mug 1 from shelf 1", "go to shelf 1", "go to shelf 2")
     asked = lambda plan: does(
-        play.Script({}),
+        play.ScriptedPolicy({}),
         ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan)),
     )
-    assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), Why.PLAN)
+    assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), ChoiceSource.PLAN)
     lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
-    assert asked(lying) == (("take mug 1 from shelf 1",), Why.PLAN)
+    assert asked(lying) == (("take mug 1 from shelf 1",), ChoiceSource.PLAN)
     assert (
         play._alike(
             ("go to desk 1", "take mug 2 from desk 1", "move mug 2 to shelf 1"), "put two mug in shelf", "", commands
@@ -238,34 +247,34 @@ def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
 def test_a_lamp_is_searched_as_things_are() -> None:
     view = f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
     plan = ("go to fridge 1", "use desklamp 1")
-    assert script_of(view, plan) == ((f"go to {PLACES[0]}",), Why.SEARCH)
+    assert script_of(view, plan) == ((f"go to {PLACES[0]}",), ChoiceSource.SEARCH)
 
 
-def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], Why]:
-    return does(play.Script({}), request(view, plan=plan))
+def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], ChoiceSource]:
+    return does(play.ScriptedPolicy({}), request(view, plan=plan))
 
 
 # -- lessons ----------------------------------------------------------------------------------------------------------
 
 
 def test_equally_good_commands_share_what_is_to_be_predicted():
-    choice = play.Choice(("go to shelf 1", "go to bed 1"), Why.PLAN)
-    example = play.Example("goal: in FloorPlan1: x\nsee: y", choice, "go to bed 1")
-    labels, deed = lessons.SceneLabels(TOKENIZER), lessons.deed(TOKENIZER, example)
-    batch = lessons.deed_batch(labels, [[deed]], random.Random(0), 0, 7)
+    choice = play.ScriptedChoice(("go to shelf 1", "go to bed 1"), ChoiceSource.PLAN)
+    example = play.ScriptedStep("goal: in FloorPlan1: x\nsee: y", choice, "go to bed 1")
+    labels, deed = lessons.SceneLabels(TOKENIZER), lessons.encode_step(TOKENIZER, example)
+    batch = lessons.step_batch(labels, [[deed]], random.Random(0), 0, 7)
     go, end = ids("go to")[0], TOKENIZER.eos_token_id
     equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
     assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
     assert int((batch["labels"] != IGNORE).sum()) == len(equals)
 
 
-def drawn_from(choice: play.Choice, times: int = 200) -> set[tuple[str, str, str]]:
+def drawn_from(choice: play.ScriptedChoice, times: int = 200) -> set[tuple[str, str, str]]:
     """Draw batches; list what is drawn with its end, what is asked, and all that would be right."""
-    deed = lessons.deed(TOKENIZER, play.Example("goal: x\nsee: y", choice, ""))
+    deed = lessons.encode_step(TOKENIZER, play.ScriptedStep("goal: x\nsee: y", choice, ""))
     labels, rng, refused = lessons.SceneLabels(TOKENIZER), random.Random(0), ids(REFUSED)[0]
     found = set[tuple[str, str, str]]()
     for _ in range(times):
-        batch = lessons.deed_batch(labels, [[deed]], rng, 0, refused)
+        batch = lessons.step_batch(labels, [[deed]], rng, 0, refused)
         (row,), (asked,) = batch["input_ids"].tolist(), batch["labels"].tolist()
         right = [TOKENIZER.decode([i for i in row if i != IGNORE]) for row in batch["equals"].tolist()]
         said = TOKENIZER.decode([token for token in asked if token != IGNORE])
@@ -274,7 +283,7 @@ def drawn_from(choice: play.Choice, times: int = 200) -> set[tuple[str, str, str
 
 
 def test_ways_where_one_has_been_are_refused_at_their_end_and_nothing_else_is_learned_of_them() -> None:
-    choice = play.Choice(("go to bed 1",), Why.PLAN, been=("go to shelf 1", "go to desk 1"))
+    choice = play.ScriptedChoice(("go to bed 1",), ChoiceSource.PLAN, visited=("go to shelf 1", "go to desk 1"))
     assert drawn_from(choice) == {
         ("go to bed 1<|im_end|>", "go to bed 1<|im_end|>", "go to| bed 1|<|im_end|>"),
         ("go to shelf 1 ;", " ;", " ;"),
@@ -284,7 +293,9 @@ def test_ways_where_one_has_been_are_refused_at_their_end_and_nothing_else_is_le
 
 def test_a_way_is_proposed_whether_one_has_been_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     been = ("go to shelf 1",)
-    choice = play.Choice(("go to bed 1",), Why.TOLD, ("go to bed 1", "go to shelf 1"), "go to desk 1", been)
+    choice = play.ScriptedChoice(
+        ("go to bed 1",), ChoiceSource.GIVEN, ("go to bed 1", "go to shelf 1"), "go to desk 1", been
+    )
     everything = {
         ("go to bed 1<|im_end|>", "go to bed 1<|im_end|>", "go to| bed 1|<|im_end|>"),
         ("go to shelf 1 ;", "go to shelf 1 ;", "go to| shelf 1| ;"),
@@ -300,11 +311,13 @@ def test_a_way_is_proposed_whether_one_has_been_there_or_not(monkeypatch: pytest
 def kinds_drawn(short: bool) -> dict[str, int]:
     """Count what is asked in 100 batches of two rows, of which deeds to go are nine in ten; each has a beginning of its
     own."""
-    deed = lambda i, verb, given="": play.Example(
-        f"first: a cabinet {i}{given}\nsee: y\ngoal: x", play.Choice((f"{verb} z",), Why.SEARCH), "look"
+    deed = lambda i, verb, given="": play.ScriptedStep(
+        f"first: a cabinet {i}{given}\nsee: y\ngoal: x",
+        play.ScriptedChoice((f"{verb} z",), ChoiceSource.SEARCH),
+        "look",
     )
     examples = [*(deed(i, "go to") for i in range(18)), deed(18, "open"), deed(19, "take", "\nmemory:\nm")]
-    draws, rng = lessons.DeedDraws(TOKENIZER, examples, 2, short), random.Random(0)
+    draws, rng = lessons.ExecutorBatches(TOKENIZER, examples, 2, short), random.Random(0)
     asked = [row for _ in range(100) for row in draws.draw(rng)["labels"][:: lessons.SIDE_BY_SIDE].tolist()]
     return {verb: sum(ids(verb)[0] in row for row in asked) for verb in ("go to", "open", "take")}
 
@@ -320,34 +333,40 @@ def test_short_prompts_hold_no_memory_and_all_kinds_alike() -> None:
 
 
 def test_a_way_with_something_in_hand_is_a_kind_of_its_own() -> None:
-    choice = lambda command, why: play.Choice((command,), why)
-    kind = lambda command, why, given="": lessons.kind_of(play.Example(f"x{given}\nsee: y", choice(command, why), ""))
-    assert kind("go to bed 1", Why.PLAN) == ("", lessons.CARRIED) and kind("go to bed 1", Why.SEARCH) == ("", "go")
-    assert kind("go to bed 1", Why.TOLD, "\nguide: z") == (lessons.GUIDE, Why.TOLD)
-    assert kind("go to bed 1", Why.TOLD, "\nguide: z\ndid: look") == (lessons.GUIDE, lessons.AGAIN)
-    assert kind("take mug 1 from bed 1", Why.PLAN, "\nmemory:\n") == (lessons.MEMORY, "take")
+    choice = lambda command, why: play.ScriptedChoice((command,), why)
+    kind = lambda command, why, given="": lessons.kind_of(
+        play.ScriptedStep(f"x{given}\nsee: y", choice(command, why), "")
+    )
+    assert kind("go to bed 1", ChoiceSource.PLAN) == ("", lessons.CARRIED) and kind(
+        "go to bed 1", ChoiceSource.SEARCH
+    ) == ("", "go")
+    assert kind("go to bed 1", ChoiceSource.GIVEN, "\nguide: z") == (lessons.GUIDE, ChoiceSource.GIVEN)
+    assert kind("go to bed 1", ChoiceSource.GIVEN, "\nguide: z\ndid: look") == (lessons.GUIDE, lessons.AGAIN)
+    assert kind("take mug 1 from bed 1", ChoiceSource.PLAN, "\nmemory:\n") == (lessons.MEMORY, "take")
 
 
 @pytest.mark.seconds
 def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
+    from zoo.induction_init import build_induction_model
     from zoo.stages import AnswerLoss
-    from zoo.wiring import wired
 
-    model = wired(TOKENIZER, 3, gathers=LEXICON)
+    model = build_induction_model(TOKENIZER, 3, gathers=LEXICON)
     given = "first: a cabinet 1, and a bed 2.\nmemory:\nin FloorPlan1: put a mug in bed\n"
     deeds = [
-        lessons.deed(TOKENIZER, play.Example(f"{given}{rest}\ngoal: in FloorPlan3: put a mug in bed", choice, ""))
+        lessons.encode_step(
+            TOKENIZER, play.ScriptedStep(f"{given}{rest}\ngoal: in FloorPlan3: put a mug in bed", choice, "")
+        )
         for rest, choice in [
-            ("\nsee: You arrive at bed 2.", play.Choice(("go to cabinet 1",), Why.SEARCH)),
-            ("\ndid: go to bed 2\nsee: y", play.Choice(("open bed 2",), Why.PLAN)),
+            ("\nsee: You arrive at bed 2.", play.ScriptedChoice(("go to cabinet 1",), ChoiceSource.SEARCH)),
+            ("\ndid: go to bed 2\nsee: y", play.ScriptedChoice(("open bed 2",), ChoiceSource.PLAN)),
         ]
     ]
     assert deeds[0].given == deeds[1].given == tuple(ids(f"<|im_start|>user\n{given}\n"))
     as_they_are = lessons.SceneLabels(TOKENIZER)
     as_they_are.exchange = lambda rng: np.arange(len(TOKENIZER))  # type: ignore[method-assign]
-    opened = play.Choice(("open bed 1",), Why.PLAN)
-    other = lessons.deed(TOKENIZER, play.Example("first: a bed 1.\nsee: x\ngoal: y", opened, ""))
-    batch = lessons.deed_batch(as_they_are, [deeds, [other, other]], random.Random(1), 0, 7)
+    opened = play.ScriptedChoice(("open bed 1",), ChoiceSource.PLAN)
+    other = lessons.encode_step(TOKENIZER, play.ScriptedStep("first: a bed 1.\nsee: x\ngoal: y", opened, ""))
+    batch = lessons.step_batch(as_they_are, [deeds, [other, other]], random.Random(1), 0, 7)
     with torch.no_grad():
         together = float(AnswerLoss().compute_loss(model, batch))
         alone = list[float]()
@@ -361,10 +380,10 @@ def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
 
 
 def test_what_is_drawn_together_is_of_like_length() -> None:
-    things = lessons.ByLength(range(1000), lambda n: n)
+    things = lessons.LengthPool(range(1000), lambda n: n)
     drawn = [things.near(length, random.Random(length)) for length in (0, 500, 999, 5000)]
     assert all(abs(n - length) <= 2 * lessons.NEAR for n, length in zip(drawn, (0, 500, 999, 999), strict=True))
-    assert lessons.ByLength("ab", len).near(7, random.Random(0)) in "ab"
+    assert lessons.LengthPool("ab", len).near(7, random.Random(0)) in "ab"
 
 
 def test_the_loss_of_equally_good_tokens_is_that_of_any_of_them():
@@ -399,16 +418,16 @@ def test_scene_labels_are_exchanged_one_for_one():
 
 def situation(
     guidance: str = "go to cabinet 2", reason: str = "in FloorPlan1 the mug was in cabinet 2"
-) -> play.Situation:
+) -> play.TeacherStep:
     state = BriefState("in FloorPlan1: put a mug in shelf").apply(Create("cabinet 1", "no mug"))
     memory = (entry("FloorPlan1", "cabinet 1"), entry("FloorPlan1", "cabinet 2"))
     search = Search("find mug", ("cabinet 2", "cabinet 3"), ("cabinet 2",), frozenset({"cabinet 1"}))
     asked = CompileRequest(state.goal, memory, state, "You arrive at shelf 1. On the shelf 1, you see a mug 3.")
-    return play.Situation(asked, Emission(guidance, reason if guidance else ""), search)
+    return play.TeacherStep(asked, Emission(guidance, reason if guidance else ""), search)
 
 
 def test_questions_are_about_memory_search_view_and_emission():
-    talk = dict(lessons.talk_of(situation(), random.Random(0)))
+    talk = dict(lessons.all_questions(situation(), random.Random(0)))
     unseen = {ask: answer for ask, answer in talk.items() if ask.startswith("here ") and ask != "here mug"}
     assert len(unseen) == lessons.UNSEEN and set(unseen.values()) == {" nothing"}
     assert {ask: answer for ask, answer in talk.items() if ask not in unseen} == {
@@ -445,13 +464,13 @@ def test_a_third_of_the_lessons_names_a_place():
 
     asked = list[str]()
 
-    def ask(each: play.Situation, rng: random.Random):
+    def ask(each: play.TeacherStep, rng: random.Random):
         asked.append(each.emission.guidance)
         return lessons.ask_state(each, rng)
 
     backbone = Backbone(make_executor(TOKENIZER, hidden=32, layers=1), TOKENIZER)
     acting = replace(situation(""), search=None)
-    draws = lessons.LessonDraws(backbone, [situation(), *[situation("")] * 9, acting], 1, ask)
+    draws = lessons.CompilerBatches(backbone, [situation(), *[situation("")] * 9, acting], 1, ask)
     rng = random.Random(0)
     for _ in range(200):
         draws.draw(rng)
@@ -490,9 +509,13 @@ def test_the_shipped_checkpoint_is_of_the_shipped_models() -> None:
 
 
 def test_a_share_says_its_interval_and_whether_it_is_enough():
-    share = Share.of("right place", [True] * 96 + [False] * 4, 0.95)
+    share = GateResult.of("right place", [True] * 96 + [False] * 4, 0.95)
     assert str(share) == "right place: 96.0% [90.2%, 98.4%] of 100, asked 95%: passed"
-    assert not replace(share, right=94).passed and not Share("none", 0, 0, 0.95).passed and Share("told", 0, 0).passed
+    assert (
+        not replace(share, right=94).passed
+        and not GateResult("none", 0, 0, 0.95).passed
+        and GateResult("told", 0, 0).passed
+    )
 
 
 def test_the_gates_tell_what_a_compiler_got_wrong():
@@ -513,7 +536,9 @@ def test_the_gates_tell_what_a_compiler_got_wrong():
 
 
 def test_who_goes_elsewhere_on_one_occasion_is_counted_once() -> None:
-    told = lambda episode, done, *ways: play.Example("", play.Choice(ways, play.Why.TOLD), done, episode)
+    told = lambda episode, done, *ways: play.ScriptedStep(
+        "", play.ScriptedChoice(ways, play.ChoiceSource.GIVEN), done, episode
+    )
     strayed = [told("a", "look", "go to shelf 1"), told("a", "look", "go to shelf 1"), told("a", "look", "go to bed 1")]
     examples = [*strayed, told("b", "go to shelf 1", "go to shelf 1"), told("b", "look", "go to shelf 1")]
     assert list(gate._obeyed(gate._occasions(examples))) == [False, False, True]

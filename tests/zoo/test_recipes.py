@@ -50,7 +50,7 @@ def test_a_killed_stage_goes_on_to_the_same_weights(tmp_path):
     resumed, again = text_stage(tmp_path / "killed")
     assert curriculum.passed == again.passed == [3, 6]
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
-    log = stages.log_of(tmp_path / "killed")
+    log = stages.read_log(tmp_path / "killed")
     assert [row["step"] for row in log if "eval_accuracy" in row] == [3, 6]
 
 
@@ -83,28 +83,28 @@ def test_a_level_counts_from_the_batch_after_the_one_that_was_drawn_ahead():
     assert {len(curriculum.batch(step)["input_ids"]) for step in range(5, 30)} == {32, 64}  # documents, and copying
 
 
-def test_situations_ask_for_the_mark_only_while_it_is_of_use():
-    situations = episodes.situations(2, seed=3)
-    for situation in situations:
-        taken = any(action.startswith("take ") for action in situation.request.history)
-        assert (situation.marked is None) == (taken or situation.request.image is None)
-    assert any(situation.shows_place for situation in situations)
-    assert all(situation.marked == situation.shown and not situation.pictured for situation in situations)
+def test_compiler_examples_ask_for_the_mark_only_while_it_is_of_use():
+    examples = episodes.compiler_examples(2, seed=3)
+    for example in examples:
+        taken = any(action.startswith("take ") for action in example.request.history)
+        assert (example.marked is None) == (taken or example.request.image is None)
+    assert any(example.shows_place for example in examples)
+    assert all(example.marked == example.shown and not example.pictured for example in examples)
 
 
 def test_what_only_a_picture_in_memory_shows_is_gathered_where_that_picture_is_there():
-    situations = [s for s in episodes.situations(3, seed=3, pictures=1) if s.marked is not None]
-    assert any(s.marked == "nothing" and s.shows_place for s in situations)  # M's
-    assert any(s.marked == s.shown != "nothing" for s in situations)  # the view's
-    assert any(s.shown == "nothing" for s in situations)  # what text tells
-    for situation in situations:
-        scene = situation.request.goal.split(":")[0].removeprefix("in ")
-        assert situation.shown in ("nothing", situation.marked, situation.pictured.get(scene))
-        asked = dict(lessons.conversation(situation, random.Random(0), emissions=True))
+    examples = [s for s in episodes.compiler_examples(3, seed=3, pictures=1) if s.marked is not None]
+    assert any(s.marked == "nothing" and s.shows_place for s in examples)  # M's
+    assert any(s.marked == s.shown != "nothing" for s in examples)  # the view's
+    assert any(s.shown == "nothing" for s in examples)  # what text tells
+    for example in examples:
+        scene = example.request.goal.split(":")[0].removeprefix("in ")
+        assert example.shown in ("nothing", example.marked, example.pictured.get(scene))
+        asked = dict(lessons.dialogue(example, random.Random(0), emissions=True))
         told = {ask: answer for ask, answer in asked.items() if ask.startswith("what is marked in ")}
-        there = {f"what is marked in {s}": f" {place}" for s, place in situation.pictured.items()}
+        there = {f"what is marked in {s}": f" {place}" for s, place in example.pictured.items()}
         assert told.items() <= there.items()
-        assert len(told) == min(2, len(situation.pictured))
+        assert len(told) == min(2, len(example.pictured))
 
 
 def test_lessons_in_pictures_ask_for_what_each_of_them_marks():
@@ -139,7 +139,7 @@ def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
         tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2, 2), batch=6, levels=levels
     )
     recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
-    for name, made in (("compiler", list(recipes.COMPILER)), ("executor", [*text, "clone"])):
+    for name, made in (("compiler", list(recipes.COMPILER_STAGES)), ("executor", [*text, "clone"])):
         folder = tmp_path / name
         record = json.loads((folder / "RECORD.json").read_text())
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -1,10 +1,9 @@
-"""The gates of the small models of real ALFWorld, measured on any model folder, on games that nothing learned from.
+"""Gates of the small models of real ALFWorld, on games that no model learned from.
 
-An executor has to find its own way where it is told nothing, to go where guidance says, and to read pasted memory as
-well: else a comparison of deliveries would starve one of them. A compiler has to name the right place, to keep silent
-where nothing is to be said, to leave out what is ruled out and to cite what M holds, with a checkpoint and as a base,
-which writes what SFT is to keep. What is right is what the teacher says; states are those of episodes
-in which the teacher compiles and a script acts, as often as they come.
+An executor has to search by itself without help, follow guidance and use pasted memory equally well: otherwise a
+comparison of deliveries would handicap one of them. A compiler has to name the right place, stay silent where nothing
+is to be said, skip excluded places and cite entries of M, both with a checkpoint and as a base. The teacher's answer is
+right; states are those of episodes in which the teacher compiles and a script acts.
 """
 
 from __future__ import annotations
@@ -26,90 +25,93 @@ from executor.hf import FrozenExecutor
 from lm.backbone import load_backbone
 from zoo.alfworld import play
 from zoo.alfworld.lessons import UNASKED
-from zoo.gates import Asked, Share
+from zoo.gates import GateResult, QuestionAnswerer
+from zoo.lessons import text_deliveries
 
-SCRIPT = "script"  # in the place of an executor's folder
+SCRIPT = "script"  # instead of an executor's folder
 ALONE, THRESHOLD = 0.70, 0.95
 WITHIN = (15, 30, play.STEPS)
-TOKENS = 96  # of an emission, at most
+TOKENS = 96  # most tokens of an emission
 
 
-def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[Share]:
-    """Play the games alone, with the teacher's guidance and with all of M pasted, which has to be worth what guidance
-    is, within the binomial error of so many games. Beside success: how often the executor goes where guidance or memory
-    says, of the occasions and of the steps at which the script would. `SCRIPT` plays the script itself: what an
-    executor can reach that learns from it."""
+def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[GateResult]:
+    """Play the games alone, with the teacher's guidance and with all of M pasted, and measure success and obedience.
+
+    Pasted memory has to succeed as often as guidance, within the binomial error. Obedience is how often the executor
+    goes where guidance or memory says. `SCRIPT` plays the script itself: the limit for an executor that clones it.
+    """
     make_env, specs = play.material(work, split, limit)
-    script, shares = play.Script.of(specs), list[Share]()
+    script, results = play.ScriptedPolicy.of(specs), list[GateResult]()
     actor = None if model == SCRIPT else load_executor(model)
-    alone, static, guided, _ = play.deliveries(seed)
-    asked_for = {(alone.name, play.STEPS): ALONE}
+    alone, static, guided, _ = text_deliveries(play.TEACHER, seed)
+    thresholds = {(alone.name, play.STEPS): ALONE}
     for delivery in (alone, guided, static):
-        pupil = play.Pupil(script, actor, seed=seed)
-        episodes = play.played(make_env, specs, delivery, pupil)
+        executor = play.ImitatedExecutor(script, actor, seed=seed)
+        episodes = play.run_games(make_env, specs, delivery, executor)
         for steps in WITHIN:
             name, solved = delivery.name, (succeeded(episode, steps) for episode in episodes)
-            share = Share.of(f"{name}, solved within {steps} steps", solved, asked_for.get((name, steps)))
-            shares.append(share)
+            result = GateResult.of(f"{name}, solved within {steps} steps", solved, thresholds.get((name, steps)))
+            results.append(result)
             if delivery is guided:
-                asked_for[static.name, steps] = share.interval.low
+                thresholds[static.name, steps] = result.interval.low
         if delivery is not alone:
-            told = [example for example in pupil.examples if example.choice.why is play.Why.TOLD]
+            given = [example for example in executor.examples if example.choice.source is play.ChoiceSource.GIVEN]
             threshold = THRESHOLD if delivery is guided else None
-            shares.append(Share.of(f"{delivery.name}, goes where it is told", _obeyed(_occasions(told)), threshold))
-            shares.append(Share.of(f"{delivery.name}, of all steps at which it is told", _obeyed(told)))
-    return shares
+            results.append(
+                GateResult.of(f"{delivery.name}, goes where it is told", _obeyed(_occasions(given)), threshold)
+            )
+            results.append(GateResult.of(f"{delivery.name}, of all steps at which it is told", _obeyed(given)))
+    return results
 
 
-def _obeyed(told: Iterable[play.Example]) -> Iterator[bool]:
-    return (example.done in example.choice.commands for example in told)
+def _obeyed(given: Iterable[play.ScriptedStep]) -> Iterator[bool]:
+    return (example.done in example.choice.commands for example in given)
 
 
-def _occasions(told: Iterable[play.Example]) -> Iterable[play.Example]:
-    """Keep the first of an episode's states at which the same ways serve: who goes elsewhere there does so again and
-    again, and one bad episode would count as dozens."""
-    first = dict[tuple[str, tuple[str, ...]], play.Example]()
-    for example in told:
+def _occasions(given: Iterable[play.ScriptedStep]) -> Iterable[play.ScriptedStep]:
+    """Keep an episode's first state of each set of ways: an executor that errs there repeats it, and one bad episode
+    would count dozens of times."""
+    first = dict[tuple[str, tuple[str, ...]], play.ScriptedStep]()
+    for example in given:
         first.setdefault((example.episode, example.choice.commands), example)
     return first.values()
 
 
 def compiler_gates(
     model: str, checkpoint: str | None, work: Path, split: str, limit: int | None, seed: int = 0
-) -> list[Share]:
-    """Compare what a compiler says with what the teacher says, state by state."""
+) -> list[GateResult]:
+    """Compare a compiler's emissions with the teacher's, state by state."""
     make_env, specs = play.material(work, split, limit)
-    situations = play.situations_of(make_env, specs, seed)
+    situations = play.teacher_steps(make_env, specs, seed)
     compiler = load(model, checkpoint)
     made = compiler.compile([situation.request for situation in situations])
     return judged(situations, [each.emission for each in made])
 
 
-def judged(situations: Sequence[play.Situation], said: Sequence[Emission]) -> list[Share]:
-    """Count the states in which a compiler does what it should. Where the teacher names a place, any serves that M
-    tells of what is looked for and that is not ruled out: of two that entries name, the teacher's is only the first."""
+def judged(situations: Sequence[play.TeacherStep], said: Sequence[Emission]) -> list[GateResult]:
+    """Count the states in which a compiler is right: any place of M that serves the search and is not excluded."""
     pairs = list(zip(situations, said, strict=True))
     named = [(s, theirs) for s, theirs in pairs if s.emission.guidance.startswith(play.GO)]
     right = [(s, _serves(s, theirs)) for s, theirs in pairs]
     return [
-        Share.of("right place", (_serves(s, theirs) for s, theirs in named), THRESHOLD),
-        Share.of("right silence", (good for s, good in right if not s.emission.guidance), THRESHOLD),
-        Share.of(
+        GateResult.of("right place", (_serves(s, theirs) for s, theirs in named), THRESHOLD),
+        GateResult.of("right silence", (good for s, good in right if not s.emission.guidance), THRESHOLD),
+        GateResult.of(
             "right where something is ruled out",
             (good for s, good in right if s.search and s.search.ruled_out),
             THRESHOLD,
         ),
-        Share.of(
+        GateResult.of(
             "cites an entry that exists",
             (theirs.reason in _sentences(s.request) for s, theirs in pairs if theirs.guidance.startswith(play.GO)),
             THRESHOLD,
         ),
-        Share.of("the place is the teacher's", (theirs.guidance == s.emission.guidance for s, theirs in named)),
-        Share.of("the whole emission is the teacher's", (theirs == s.emission for s, theirs in pairs)),
+        GateResult.of("the place is the teacher's", (theirs.guidance == s.emission.guidance for s, theirs in named)),
+        GateResult.of("the whole emission is the teacher's", (theirs == s.emission for s, theirs in pairs)),
     ]
 
 
-def _serves(situation: play.Situation, theirs: Emission) -> bool:
+def _serves(situation: play.TeacherStep, theirs: Emission) -> bool:
     ours = situation.emission.guidance
     if not ours.startswith(play.GO) or situation.search is None:
         return theirs.guidance == ours
@@ -117,7 +119,7 @@ def _serves(situation: play.Situation, theirs: Emission) -> bool:
 
 
 def _sentences(request: CompileRequest) -> set[str]:
-    """List the facts that M holds, in the teacher's words."""
+    """List the facts in M, in the teacher's words."""
     return {
         play.READER.sentence(entry.provenance.scene, fact.need, fact.place)
         for entry in request.memory
@@ -126,7 +128,7 @@ def _sentences(request: CompileRequest) -> set[str]:
 
 
 def load_executor(model: str) -> FrozenExecutor:
-    """Load an executor that reads what it was made for."""
+    """Load an executor with the prompt settings it was trained on."""
     settings = ExecutorConfig(
         model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True, goal_last=True
     )
@@ -134,10 +136,10 @@ def load_executor(model: str) -> FrozenExecutor:
 
 
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:
-    """Load a compiler with its checkpoint; without one, a base."""
+    """Load a compiler with its checkpoint; without one, the base."""
     settings = CompilerConfig(
         model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
     )
     if checkpoint:
         return load_compiler(settings, None)
-    return Asked(load_backbone(model, torch.float32, "cpu"), lambda _: UNASKED, TOKENS)
+    return QuestionAnswerer(load_backbone(model, torch.float32, "cpu"), lambda _: UNASKED, TOKENS)

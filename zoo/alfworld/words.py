@@ -1,51 +1,13 @@
-"""What is one token in real ALFWorld: its places and scenes, its things without their number, the words of its
-commands and answers, and the phrases that hold nothing to be chosen. (Counts are the highest of the 3,553 train games,
-and one or two more.)"""
+"""Single tokens of real ALFWorld: places and scenes, things without their number, words of commands and answers, and
+fixed phrases."""
 
 from __future__ import annotations
 
 from zoo.curriculum import ROOM
 from zoo.models import Lexicon
+from zoo.words import PLACES, THINGS
 
-PLACES = {
-    "cabinet": 28,
-    "drawer": 28,
-    "shelf": 15,
-    "stoveburner": 6,
-    "sidetable": 5,
-    "countertop": 5,
-    "diningtable": 4,
-    "handtowelholder": 4,
-    "desk": 3,
-    "safe": 2,
-    "garbagecan": 2,
-    "dresser": 3,
-    "ottoman": 2,
-    "armchair": 4,
-    "coffeetable": 3,
-    "toilet": 2,
-    "bed": 3,
-    "sofa": 3,
-    "sinkbasin": 3,
-    "towelholder": 3,
-    "toiletpaperhanger": 2,
-    "cart": 2,
-    "fridge": 2,
-    "microwave": 2,
-    "coffeemachine": 2,
-    "tvstand": 2,
-    "bathtubbasin": 2,
-    "toaster": 2,
-    "laundryhamper": 2,
-    "paintinghanger": 2,
-}
-THINGS = """alarmclock apple baseballbat basketball bathtub blinds book boots bowl box bread butterknife candle cd
-cellphone chair cloth creditcard cup curtains desklamp dishsponge egg floorlamp footstool fork glassbottle handtowel
-houseplant kettle keychain knife ladle laptop laundryhamperlid lettuce lightswitch mirror mug newspaper painting pan
-papertowelroll pen pencil peppershaker pillow plate plunger poster pot potato remotecontrol saltshaker scrubbrush
-showerdoor showerglass sink soapbar soapbottle spatula spoon spraybottle statue stoveknob teddybear television
-tennisracket tissuebox toiletpaper toiletpaperroll tomato towel vase watch wateringcan window winebottle""".split()
-LAMPS = "desklamp", "floorlamp"  # which goals name beside the thing that is to be seen under them
+LAMPS = "desklamp", "floorlamp"  # goals name them beside the thing to look at
 WORDS = """a an the some and or of it is was in on at to from with using under no not nothing next You you your are put
 two them find look examine clean heat cool hot take move open close use slice inventory help go turn carrying because
 The failed memory goal done now note did guide see soft system user assistant maybe plan where who what which best place
@@ -73,9 +35,9 @@ PHRASES = (
     "= maybe",
 )
 JOINTS = (", you see", ", and a", ", a", "\nsee:", "\ndid:", "\nguide:", "\nnote:", "\nnow:", "\nnext:", "\ndone:")
-NUMBERS = tuple(f" {i}" for i in range(1, 10))  # of things; a place and its number are one token
+NUMBERS = tuple(f" {i}" for i in range(1, 10))  # of things: only a place and its number are one token
 SCENES = tuple(f"FloorPlan{room + i}" for room in (0, 200, 300, 400) for i in range(1, 31))
-"""All scenes that there are: 108 of them in train games, the others' labels are drawn for them in training."""
+"""All 120 scenes, 108 of them in train games; training draws scene labels at random, so it covers the others too."""
 
 _PLACES = tuple(f"{name} {i}" for name, count in PLACES.items() for i in range(1, count + 1))
 LEXICON = Lexicon(

@@ -1,5 +1,5 @@
-"""Household material for the tiny models: entries, situations and executor examples from scenes of the split
-`pretrain`, which no other split shares a layout with."""
+"""Pretraining material of generated homes: memory entries, and examples for compiler and executor. All scenes are of
+the split `pretrain`, which shares no layout with other splits."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
 from data_gen.experience import explain, first_views, no_views, traces_of
 from envs.base import Environment, Task
-from envs.household.environment import HouseholdEnvironment, telling_views
+from envs.household.environment import HouseholdEnvironment, pickup_views
 from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_of_trace
 from zoo.curriculum import NOTHING
-from zoo.household.lessons import Situation
+from zoo.household.lessons import CompilerExample
+from zoo.lessons import text_deliveries
 
 SPLIT = "pretrain"
-VISUAL = 0.5  # share of tasks that the view decides, where memory holds no pictures
+VISUAL = 0.5  # share of visual tasks, where memory holds no pictures
 TEACHER = ExpertTeacher(reader=HouseholdReader())
 
 
 @dataclass
 class EntryPool:
-    """Experience of the pretraining scenes, and task memories drawn from it as a bank would retrieve them."""
+    """Memory entries of the pretraining scenes, and task memories drawn from them as a bank would retrieve them."""
 
     entries: list[MemoryEntry]
-    marks: dict[str, str] = field(default_factory=dict)  # the place that a home's entries show marked, by home
+    marks: dict[str, str] = field(default_factory=dict)  # the place marked in a home's entries, by home
     by_scene: dict[str, list[MemoryEntry]] = field(init=False)
     by_thing: dict[str, list[MemoryEntry]] = field(init=False)
 
@@ -47,22 +48,28 @@ class EntryPool:
 
     @classmethod
     def collect(cls, env: HouseholdEnvironment, tasks: Sequence[Task], pictures: int = 0) -> EntryPool:
-        """Collect what the environment's expert leaves in memory when it plays `tasks`, `pictures` of each episode."""
+        """Collect the entries of the expert's episodes of `tasks`, with `pictures` of each."""
         specs = [EpisodeSpec(task) for task in tasks]
-        played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
+        played = run_episodes(
+            lambda: env,
+            specs,
+            delivery=Delivery("expert", "none"),
+            executor=ExpertExecutor(),
+            limits=Limits(50),
+            concurrency=1,
+        )
         explain(played, TEACHER)
         marks = dict[str, str]()
         for task in tasks if pictures else ():
             env.reset(task)
             marks[_scene_key(task.id)] = env.marked_receptacle or ""
-        views = first_views(telling_views, pictures) if pictures else no_views
+        views = first_views(pickup_views, pictures) if pictures else no_views
         return cls([entry_of_trace(trace) for [trace] in traces_of(played, views)], marks)
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
-        """Draw k entries in random order: the right one (if any), its scene's others, other scenes' same object.
-
-        Labels of scenes repeat after 64 scenes; entries that would contradict the task's own scene are left out.
-        """
+        """Draw k entries in random order: the right one (if any), others of its scene, and other scenes' entries on the
+        same object. Scene labels repeat after 64 scenes: entries of other scenes with the task's own label are left
+        out."""
         own = self.by_scene[_scene_key(task.id)]
         right = [e for e in own if (fact := taken(e.provenance.actions)) and fact[0] == thing]
         others = [e for e in own if e not in right]
@@ -83,14 +90,14 @@ class EntryPool:
 
 
 def _subject(entry: MemoryEntry) -> tuple[str, str]:
-    """(kind of object, scene) that an entry is about."""
+    """Return (kind of object, scene) of an entry."""
     fact = taken(entry.provenance.actions)
     return (fact[0] if fact else "", entry.provenance.scene)
 
 
 def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnvironment, list[EpisodeSpec], EntryPool]:
-    """Make an environment of pretraining scenes, and its tasks, each with a task memory of two to six entries from a
-    pool; with pictures in memory a third of the tasks are such as only they decide, and a third such as views do."""
+    """Create an environment of pretraining scenes, its tasks with two to six entries each, and the pool of entries.
+    With pictures in memory, a third of the tasks need them, and another third need the view."""
     rng = random.Random(seed)
     visual, remembered = (0.34, 0.33) if pictures else (VISUAL, 0.0)
     env = HouseholdEnvironment(seed, {SPLIT: scenes}, visual_share=visual, remembered_share=remembered)
@@ -104,25 +111,31 @@ def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnviro
 
 
 def _some_with_pictures(memory: Sequence[MemoryEntry], rng: random.Random) -> tuple[MemoryEntry, ...]:
-    """Leave their pictures to a random number of entries: which picture is whose is easily told where there are few."""
+    """Keep the pictures of a random number of entries: with few pictures it is easier to learn which is whose."""
     kept = rng.sample(range(len(memory)), rng.randint(0, len(memory)))
     return tuple(entry if i in kept else replace(entry, images=()) for i, entry in enumerate(memory))
 
 
 def _object_of(env: Environment, task: Task) -> tuple[str, str]:
-    """(kind, place) of the object that a task is about."""
+    """Return (kind, place) of the object that a task is about."""
     env.reset(task)
     return taken(env.expert() or []) or ("", "")
 
 
-def situations(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -> list[Situation]:
-    """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours; entries
-    keep `pictures` of their episode at most."""
+def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -> list[CompilerExample]:
+    """Collect the states of the teacher's episodes with detours in `scenes` pretraining scenes."""
     env, specs, pool = material(scenes, seed, pictures)
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
-    episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
+    episodes = run_episodes(
+        lambda: env,
+        specs,
+        delivery=delivery,
+        executor=ExpertExecutor(0.2, seed),
+        limits=Limits(max_steps),
+        concurrency=1,
+    )
     return [
-        _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks)
+        _compiler_example(recorded_step(episode, t, spec.memory), step.emission_text, marks)
         for episode, spec in zip(episodes, specs, strict=True)
         for marks in [_marks(env, spec, pool)]
         for t, step in enumerate(episode.steps)
@@ -131,45 +144,40 @@ def situations(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -
 
 
 def _marks(env: Environment, spec: EpisodeSpec, pool: EntryPool) -> tuple[str, str, dict[str, str]]:
-    """Say what pictures mark: the view, any of what the task is about ("" for nothing), and by scene those in M."""
-    place, told = _object_of(env, spec.task)[1], defaultdict[str, set[str]](set)
+    """Return the place marked in the view, the one marked in any picture ("" for none), and M's marks by scene."""
+    place, marks = _object_of(env, spec.task)[1], defaultdict[str, set[str]](set)
     for entry in spec.memory:
         if entry.images:
-            told[entry.provenance.scene].add(pool.marks[_scene_key(entry.provenance.task_id)])
-    pictured = {scene: next(iter(places)) for scene, places in told.items() if len(places) == 1}  # labels repeat
+            marks[entry.provenance.scene].add(pool.marks[_scene_key(entry.provenance.task_id)])
+    pictured = {scene: next(iter(places)) for scene, places in marks.items() if len(places) == 1}  # scene labels repeat
     if spec.task.family == "visual":
         return place, place, pictured
     return "", place if spec.task.family == "remembered" and spec.task.scene in pictured else "", pictured
 
 
-def _situation(step: StepInput, emission: str, marks: tuple[str, str, dict[str, str]]) -> Situation:
+def _compiler_example(step: StepInput, emission: str, marks: tuple[str, str, dict[str, str]]) -> CompilerExample:
     marked, shown, pictured = marks
     useful = step.image is not None and not any(action.startswith("take ") for action in step.history)
     of_use = (marked or NOTHING, shown or NOTHING) if useful else (None, None)
-    return Situation(compile_request(step), emission, *of_use, pictured)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The executor's teacher
+    return CompilerExample(compile_request(step), emission, *of_use, pictured)
 
 
 @dataclass
 class ScriptedExecutor:
-    """Does what a competent executor does with what it is given: it goes where guidance or memory says, and where
-    nothing says anything, or the place is a disappointment, it searches places that it has not been to yet, in random
-    order. It never knows more than its prompt."""
+    """An executor that goes where guidance or memory says, and otherwise searches unvisited places in random order. It
+    knows no more than its prompt."""
 
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = EVERYTHING  # the prompts that the shipped executor was cloned on
+    reads: Reads = EVERYTHING  # as in the prompts that the shipped executor was cloned on
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         texts = [self._choose(request) for request in requests]
-        return [Action(text, Grounding.CHOICE, text, (), 0, 0) for text in texts]
+        return [Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0) for text in texts]
 
     def _choose(self, request: ExecutorRequest) -> str:
         plan = (request.expert() if request.expert else None) or ["look"]
@@ -177,7 +185,7 @@ class ScriptedExecutor:
         if plan[0].startswith("take ") or not fact or subgoals(plan)[0] != f"find {fact[0]}":
             return plan[0]
         commands = request.admissible or ()
-        place = self._told(request, fact[0])
+        place = self._known_place(request, fact[0])
         if place and f"go to {place}" not in request.history and f"go to {place}" in commands:
             return f"go to {place}"
         last = next((a for a in reversed(request.history) if a.startswith("go to ")), "")
@@ -187,7 +195,7 @@ class ScriptedExecutor:
         fresh = [c for c in commands if c.startswith("go to ") and c not in request.history]
         return self._random.choice(fresh) if fresh else plan[0]
 
-    def _told(self, request: ExecutorRequest, thing: str) -> str | None:
+    def _known_place(self, request: ExecutorRequest, thing: str) -> str | None:
         if request.delivered.guidance.startswith("go to "):
             return request.delivered.guidance.removeprefix("go to ")
         scene = re.match(r"in ([^:]+): ", request.goal)
@@ -203,27 +211,25 @@ class ExecutorExample:
 
 
 def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[ExecutorExample]:
-    """Play the scripted executor in `scenes` pretraining scenes, a quarter of the episodes under each kind of prompt.
-
-    none: nothing but goal, history and view; static: all of M pasted; guided: the teacher's state and guidance;
-    misguided: the teacher cites a wrong entry, and the executor learns to search on after the disappointment.
-    """
+    """Play the scripted executor in `scenes` pretraining scenes, a quarter of the episodes under each text delivery."""
     env, specs, _ = material(scenes, seed)
     random.Random(seed).shuffle(specs)
-    deliveries = (
-        Delivery("none", "none"),
-        Delivery("static", "static"),
-        Delivery("guided", "compiled", TEACHER, soft=False),
-        Delivery("misguided", "compiled", ExpertTeacher("random", seed, TEACHER.reader), soft=False),
-    )
+    deliveries = text_deliveries(TEACHER, seed)
     examples = []
     for i, delivery in enumerate(deliveries):
         mine = specs[i :: len(deliveries)]
-        episodes = run_episodes(lambda: env, mine, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1)
+        episodes = run_episodes(
+            lambda: env,
+            mine,
+            delivery=delivery,
+            executor=ScriptedExecutor(seed),
+            limits=Limits(max_steps),
+            concurrency=1,
+        )
         examples += [ExecutorExample(step.executor_prompt, step.action) for e in episodes for step in e.steps]
     return examples
 
 
 def _scene_key(task_id: str) -> str:
-    """Split and scene number without the task's own number, the same for a scene's tasks and its experience."""
+    """Return split and scene number, the same for a scene's tasks and its experience."""
     return re.sub(r"_experience", "", task_id.rsplit("/", 1)[0])

@@ -1,10 +1,9 @@
-"""The gate: on held-out scenes, does a compiler base find what entries say, and what pictures mark, and does it know at
-once whether any entry says it?
+"""Gate of the compiler base on held-out scenes: it must find what entries say and pictures mark, and know whether any
+entry tells the goal's place.
 
-Nothing downstream (soft tokens, GRPO, the comparison of deliveries) means anything before this holds: a compiler that
-cannot look up delivers noise, and one that must have begun to tell a fact before it knows whether there is any cannot
-choose between speech and silence. Task memories come from a real bank through real retrieval; the base answers in free
-greedy text, and its answer counts if the place in it is the right one.
+Soft tokens, GRPO and the comparison of deliveries mean nothing below this gate: a compiler that cannot look up delivers
+noise, and one that does not know at once whether M tells the place cannot choose between guidance and silence. Task
+memories come from a real bank through real retrieval. Answers are greedy text; one counts if its place is right.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
 from data_gen.experience import collect_experience, first_views
 from data_gen.tasks import specs_for
-from envs.household.environment import HouseholdEnvironment, telling_views
+from envs.household.environment import HouseholdEnvironment, pickup_views
 from envs.household.trajectories import taken
 from lm.backbone import load_backbone
 from memory.bank import MemoryBank
 from zoo.curriculum import NOTHING
-from zoo.gates import Asked, Share
+from zoo.gates import GateResult, QuestionAnswerer
 from zoo.household.episodes import TEACHER
 
-THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
-ENTRIES, TOLD, UNTOLD, VIEW, PICTURES = "entries", "at once, told", "at once, not told", "view", "pictures in memory"
+THRESHOLD = 0.95  # for entries; SFT may still teach what pictures mark
+ENTRIES, KNOWN, UNKNOWN, VIEW, PICTURES = "entries", "at once, told", "at once, not told", "view", "pictures in memory"
 ANSWER = re.compile(rf"[a-z]+ \d+$|{NOTHING}$")
 
 
@@ -42,28 +41,32 @@ class _Question:
     request: CompileRequest
     ask: str
     answer: str
-    chance: float  # to be right by reading a random entry, receptacle or picture, or by always saying "nothing"
+    chance: float  # accuracy of a random entry, receptacle or picture, or of always answering "nothing"
 
 
-def gate(model: str, scenes: int, seed: int, pictures: int) -> list[Share]:
-    """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
-    `pictures` of their episode) M's pictures tell; and for the goal's in one word, where entries tell it and not."""
+def gate(model: str, scenes: int, seed: int, pictures: int) -> list[GateResult]:
+    """Ask a compiler base, on `scenes` held-out scenes, for the places in entries, the view and M's pictures.
+
+    "At once" asks for the goal's place in one word, where entries tell it and where they do not. `pictures`: kept per
+    entry.
+    """
     questions = list(_questions(scenes, seed, pictures))
     asks = {id(question.request): question.ask for question in questions}
-    base = Asked(load_backbone(model, torch.float32, "cpu"), lambda request: asks[id(request)], max_new_tokens=24)
+    backbone = load_backbone(model, torch.float32, "cpu")
+    base = QuestionAnswerer(backbone, lambda request: asks[id(request)], max_new_tokens=24)
     answers = base.compile([question.request for question in questions])
     found = [ANSWER.search(answer.text.strip()) for answer in answers]
-    shares = []
-    for source in (ENTRIES, TOLD, UNTOLD, VIEW, *((PICTURES,) if pictures else ())):
+    results = []
+    for source in (ENTRIES, KNOWN, UNKNOWN, VIEW, *((PICTURES,) if pictures else ())):
         mine = [i for i, question in enumerate(questions) if question.source == source]
         right = ((answer := found[i]) is not None and answer[0] == questions[i].answer for i in mine)
         chance = sum(questions[i].chance for i in mine) / len(mine)
-        shares.append(Share.of(source, right, THRESHOLD if source == ENTRIES else None, chance))
-    return shares
+        results.append(GateResult.of(source, right, THRESHOLD if source == ENTRIES else None, chance))
+    return results
 
 
 def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
-    """Yield questions about each task of the gate's scenes, of which each family has as many."""
+    """Yield questions about each task of the gate's scenes, equally many of each task family."""
 
     def make_env() -> HouseholdEnvironment:
         visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)
@@ -71,28 +74,31 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
 
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:
-        bank, views = MemoryBank(Path(folder) / "bank"), first_views(telling_views, pictures)
-        collect_experience(make_env, env.tasks("gate_experience"), bank, TEACHER, views)
+        bank, views = MemoryBank(Path(folder) / "bank"), first_views(pickup_views, pictures)
+        collect_experience(make_env, env.tasks("gate_experience"), bank=bank, explainer=TEACHER, views=views)
         specs = specs_for(env.tasks("gate"), bank, 4)
     for spec in specs:
         request = _request(env, spec)
         thing, place = taken(env.expert() or []) or ("", "")
-        told = entry_for_goal(spec.goal, spec.memory)
-        if not told:
-            yield _Question(UNTOLD, replace(request), "place", NOTHING, 1.0)
+        known = entry_for_goal(spec.goal, spec.memory)
+        if not known:
+            yield _Question(UNKNOWN, replace(request), ask="place", answer=NOTHING, chance=1.0)
         if spec.task.family == "visual":
-            yield _Question(VIEW, request, "what is marked", place, 1 / len(env.game.receptacles))
+            yield _Question(VIEW, request, ask="what is marked", answer=place, chance=1 / len(env.game.receptacles))
         elif spec.task.family == "remembered":
             own = [entry.provenance.scene == spec.task.scene for entry in spec.memory]
-            asked = f"what is marked in {spec.task.scene}"
-            yield _Question(PICTURES, request, asked, place, sum(own) / len(own))
-        elif told:
+            yield _Question(
+                PICTURES, request, ask=f"what is marked in {spec.task.scene}", answer=place, chance=sum(own) / len(own)
+            )
+        elif known:
             places = [taken(entry.provenance.actions) for entry in spec.memory]
             chance = sum(found is not None and found[1] == place for found in places) / len(places)
-            yield _Question(ENTRIES, request, f"where is the {thing}", place, chance)
-            yield _Question(TOLD, replace(request), "place", place, chance)
+            yield _Question(ENTRIES, request, ask=f"where is the {thing}", answer=place, chance=chance)
+            yield _Question(KNOWN, replace(request), ask="place", answer=place, chance=chance)
 
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
     observation = env.reset(spec.task)
-    return CompileRequest(spec.goal, spec.memory, BriefState(spec.goal), observation.text, observation.image)
+    return CompileRequest(
+        spec.goal, spec.memory, state=BriefState(spec.goal), observation=observation.text, image=observation.image
+    )

@@ -1,8 +1,8 @@
-"""Lessons in reading pictures, drawn at random: which place a picture marks, and which of M's pictures is whose.
+"""Random lessons in reading pictures: the place that a picture marks, and which of M's pictures shows which home.
 
-In a teacher's episodes one answer of a hundred is about a mark, and a base that met marks there alone told a marked
-view from an unmarked one, and not the place (28 % of 384, after 850 steps). Here prompts are short, and most answers
-are.
+In a teacher's episodes one answer in a hundred is about a mark, and a base trained on those alone told marked views
+from unmarked ones, but not which place is marked (28 % of 384, after 850 steps). Here prompts are short and most
+answers are.
 """
 
 from __future__ import annotations
@@ -20,58 +20,61 @@ from lm.backbone import Backbone
 from lm.prompt import Part
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
-from zoo import lessons as shared
 from zoo.curriculum import FORMS, NOTHING, ROOM, Batch
 from zoo.household.words import LEXICON
-from zoo.lessons import Lesson, collate
+from zoo.lessons import Lesson, collate, dialogue_lesson, request_lesson
 
 
 def picture_batch(backbone: Backbone, rng: random.Random, batch: int, views: bool) -> Batch:
-    """Draw fresh lessons: about nothing but views, or about views and M's pictures behind whole prompts."""
+    """Draw lessons about views alone, or about views and M's pictures behind whole prompts."""
     draw = view_lesson if views else picture_lesson
     return collate(backbone, [draw(backbone, rng) for _ in range(batch)])
 
 
 def view_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
-    """Draw a view with nothing around it, and ask what it marks. Reading marks forms here in a hundred steps or two;
-    behind whole prompts it did not begin to in as many (measured)."""
+    """Draw a view without a prompt, and ask what it marks. Reading marks forms here in 100 to 200 steps; behind whole
+    prompts it did not begin to in as many (measured)."""
     mark = _mark(rng)
-    view = [Part(text="view: "), Part(image=drawn(_room(mark, rng), mark, rng))]
-    return shared.questions_about(backbone, view, [("what is marked", f" {mark or NOTHING}")])
+    view = [Part(text="view: "), Part(image=draw_room(_room(mark, rng), mark, rng))]
+    return dialogue_lesson(backbone, view, [("what is marked", f" {mark or NOTHING}")])
 
 
 def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
-    """Draw one to five entries of a few homes, of which some have a picture, a goal and a view; ask for the goal's
-    place, as M's text tells it, and for what is marked in each picture."""
+    """Draw one to five entries of a few homes, some with a picture, a goal and a view; ask for the goal's place, as M's
+    text gives it, and for what each picture marks."""
     few = rng.randint(1, 3)
     pairs = list(product(rng.sample(LEXICON.scenes, few), rng.sample(LEXICON.things, few)))
-    told = {pair: rng.choice(LEXICON.places) for pair in rng.sample(pairs, rng.randint(1, min(5, len(pairs))))}
+    places = {pair: rng.choice(LEXICON.places) for pair in rng.sample(pairs, rng.randint(1, min(5, len(pairs))))}
     marks: dict[str, str] = {}  # by home
-    entries = [_entry(scene, thing, place, marks, rng) for (scene, thing), place in told.items()]
-    scene, thing = rng.choice(list(told)) if rng.random() < 0.5 else rng.choice(pairs)
+    entries = [_entry(scene, thing, place=place, marks=marks, rng=rng) for (scene, thing), place in places.items()]
+    scene, thing = rng.choice(list(places)) if rng.random() < 0.5 else rng.choice(pairs)
     goal = f"in {scene}: put a {thing} in {rng.choice(LEXICON.goals)}"
     mark = _mark(rng)
     room = _room(mark, rng)
     seen = f"{ROOM} a {', a '.join(room)}."
-    request = CompileRequest(goal, tuple(entries), BriefState(goal), seen, drawn(room, mark, rng))
-    talk = [("what is marked", mark), *((f"what is marked in {home}", place) for home, place in marks.items())]
-    rng.shuffle(talk)
-    asked = [("place", told.get((scene, thing), "")), *talk]
-    return shared.questions(backbone, request, [(ask, f" {place or NOTHING}") for ask, place in asked])
+    request = CompileRequest(
+        goal, tuple(entries), state=BriefState(goal), observation=seen, image=draw_room(room, mark, rng)
+    )
+    questions = [("what is marked", mark), *((f"what is marked in {home}", place) for home, place in marks.items())]
+    rng.shuffle(questions)
+    asked = [("place", places.get((scene, thing), "")), *questions]
+    return request_lesson(backbone, request, [(ask, f" {place or NOTHING}") for ask, place in asked])
 
 
 def _entry(scene: str, thing: str, place: str, marks: dict[str, str], rng: random.Random) -> MemoryEntry:
-    """Write an entry; the first of a home may have a picture, and what it marks is added to `marks`."""
+    """Draw an entry; the first of a home may have a picture, whose mark is added to `marks`."""
     goal = f"in {scene}: put a {thing} in {rng.choice(LEXICON.goals)}"
     text, images = f"{goal}{FORMS[-1].format(scene=scene, thing=thing)} {place}", tuple[bytes, ...]()
     if scene not in marks and rng.random() < 0.7:
         marks[scene] = _mark(rng)
-        images = (png_bytes(drawn(_room(marks[scene], rng), marks[scene], rng)),)
-    return MemoryEntry(f"{scene} {thing}", text, Provenance("", scene, goal, "", True, ()), images)
+        images = (png_bytes(draw_room(_room(marks[scene], rng), marks[scene], rng)),)
+    return MemoryEntry(
+        f"{scene} {thing}", text, Provenance("", scene, goal=goal, split="", success=True, actions=()), images
+    )
 
 
-def drawn(room: Sequence[str], mark: str, rng: random.Random) -> Image:
-    """Draw a room's places, the one that is marked ("" for none), a few opened, and half the time the agent."""
+def draw_room(room: Sequence[str], mark: str, rng: random.Random) -> Image:
+    """Draw a picture of a room's places: the marked one ("" for none), a few open, and half the time the agent."""
     cells = dict(zip(room, cells_of(list(room)).values(), strict=True))
     pixels = floor_plan({cell: name.split()[0] for name, cell in cells.items()})
     for name in rng.sample(list(room), rng.randint(0, 2)):
@@ -85,11 +88,11 @@ def drawn(room: Sequence[str], mark: str, rng: random.Random) -> Image:
 
 
 def _room(mark: str, rng: random.Random) -> list[str]:
-    """Draw the places of a room, in random order, with the one that is marked."""
+    """Draw the places of a room, in random order, including the marked one."""
     room = {*rng.sample(RECEPTACLE_NAMES, rng.randint(8, 14)), *filter(None, [mark])}
     return rng.sample(sorted(room), len(room))
 
 
 def _mark(rng: random.Random) -> str:
-    """Draw the place that a picture marks; "" for none, of one picture in four."""
+    """Draw the place that a picture marks; "" for none, in one picture of four."""
     return "" if rng.random() < 0.25 else rng.choice(RECEPTACLE_NAMES)

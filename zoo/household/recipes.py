@@ -1,17 +1,14 @@
-"""The recipes of the tiny models that the repository ships: from nothing, on CPU, with one thread.
+"""Recipes of the small models of generated homes: trained from scratch on CPU, with one thread.
 
     memcompiler zoo compiler --out zoo/household/compiler
     memcompiler zoo executor --out zoo/household/executor
 
-Both start with the same text curriculum (`zoo/curriculum.py`): copying, key-value recall, facts told with ever more
-words, memory documents of growing length, until look-up works. The compiler base then learns to answer questions about
-task memory and pictures in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather at
-reserved memory tokens what a picture shows (`lessons.py`); to write emissions unasked, and to speak to an executor in
-soft tokens, is left to SFT. The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts
-without memory, with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split
-`pretrain`; no other split shares a layout.
-
-Stages lie in a work folder, which both recipes may share: what is finished there is not made again.
+Both start with the text curriculum (`zoo/curriculum.py`). The compiler base then learns to answer questions about task
+memory and pictures in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather what a picture
+shows at reserved memory tokens (`lessons.py`); writing emissions unasked and conditioning an executor by soft tokens is
+left to SFT. The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts without memory,
+with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split `pretrain`, which shares
+no layout with other splits.
 """
 
 from __future__ import annotations
@@ -32,9 +29,9 @@ from zoo.curriculum import LEVELS, Level
 from zoo.household import episodes, lessons, pictures
 from zoo.household.words import LEXICON
 from zoo.models import as_llama, make_compiler, make_processor, make_tokenizer
-from zoo.recipes import RATE, TEXT, finish, train_text
+from zoo.recipes import RATE, TEXT, train_stage, train_text, write_model
 
-COMPILER = (*TEXT, "marks", "questions", "emissions", "gathering")
+COMPILER_STAGES = (*TEXT, "marks", "questions", "emissions", "gathering")
 
 
 def train_compiler(
@@ -46,66 +43,63 @@ def train_compiler(
     batch: int = 24,
     levels: Sequence[Level] = LEVELS,
 ) -> None:
-    """Make the compiler base: text curriculum, marks in pictures, questions, then also questions about M's pictures and
-    "ask: emission" (a base that, like a large instruction-tuned one, can write the language when asked), then gathering
-    at the memory tokens (what they gather reaches an executor only through SFT's projector)."""
+    """Train the compiler base.
+
+    Stages: text curriculum; marks in pictures; questions; questions about M's pictures and "ask: emission" (a large
+    instruction-tuned model can write the language when asked, too); gathering at the memory tokens.
+
+    Args:
+        scenes: pretraining scenes of the third stage; later ones use half.
+        steps: of the four stages after the text curriculum.
+    """
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer(LEXICON)
     processor = make_processor(tokenizer)
-    text_model = train_text(tokenizer, LEXICON, work, seed, levels)
+    text_model = train_text(tokenizer, LEXICON, work=work, seed=seed, levels=levels)
     set_seed(seed)
     model: Any = make_compiler(tokenizer)
-    model.model.language_model.load_state_dict(text_model.model.state_dict())  # for text the same function
+    model.model.language_model.load_state_dict(text_model.model.state_dict())  # the same function of text
     backbone = Backbone(model, processor)
-    views = steps[0] // 3  # in so many steps nothing but views is asked for
+    view_steps = steps[0] // 3  # the first steps ask about views alone
     model = stages.train_on_answers(
         model,
         work / "marks",
-        seed,
-        steps[0],
-        lambda step: pictures.picture_batch(
-            backbone, random.Random(f"{seed}/marks/{step}"), 3 * batch if step <= views else batch, step <= views
+        seed=seed,
+        steps=steps[0],
+        draw=lambda step: pictures.picture_batch(
+            backbone,
+            random.Random(f"{seed}/marks/{step}"),
+            3 * batch if step <= view_steps else batch,
+            views=step <= view_steps,
         ),
-        lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False),
-        RATE / 2,
-        50,
+        exam=lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False),
+        rate=RATE / 2,
+        every=50,
     )
-    situations = episodes.situations(scenes, seed)
-    held_out = episodes.situations(max(4, scenes // 25), seed + 1)
-    stage = partial(_compiler_stage, processor, seed=seed, batch=batch, work=work)
-    model = stage(situations, held_out, model, "questions", lessons.question_batch, steps=steps[1])
-    situations = episodes.situations(scenes // 2, seed, pictures=1)
-    held_out = episodes.situations(max(4, scenes // 25), seed + 1, pictures=1)
-    asked_for_emissions = partial(lessons.question_batch, emissions=True)
-    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[2])
-    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[3])
-    finish("compiler", out, model, processor, work, COMPILER, settings)
 
+    def stage(name: str, steps: int, make_batch: Callable[..., stages.Batch], learned: Any, held_out: Any) -> Any:
+        backbone = Backbone(model, processor)
+        draw, exam = (
+            lambda rng, of=of, size=size: make_batch(backbone, of, rng, size)
+            for of, size in ((learned, batch), (held_out, 64))
+        )
+        return train_stage(model, work, name=name, seed=seed, steps=steps, draw=draw, exam=exam, rate=RATE / 2)
 
-def _compiler_stage(
-    processor: Any,
-    situations: Sequence[lessons.Situation],
-    held_out: Sequence[lessons.Situation],
-    model: Any,
-    name: str,
-    draw: Callable[..., stages.Batch],
-    *,
-    seed: int,
-    batch: int,
-    work: Path,
-    steps: int,
-) -> Any:
-    backbone = Backbone(model, processor)
-    return stages.train_on_answers(
-        model,
-        work / name,
-        seed,
-        steps,
-        lambda step: draw(backbone, situations, random.Random(f"{seed}/{name}/{step}"), batch),
-        lambda _: draw(backbone, held_out, random.Random(seed), 64),
-        RATE / 2,
-        50,
+    few = max(4, scenes // 25)
+    examples, held_out = episodes.compiler_examples(scenes, seed), episodes.compiler_examples(few, seed + 1)
+    model = stage("questions", steps[1], make_batch=lessons.question_batch, learned=examples, held_out=held_out)
+    examples, held_out = (
+        episodes.compiler_examples(number, seed + i, pictures=1) for i, number in enumerate((scenes // 2, few))
     )
+    model = stage(
+        "emissions",
+        steps[2],
+        make_batch=partial(lessons.question_batch, emissions=True),
+        learned=examples,
+        held_out=held_out,
+    )
+    model = stage("gathering", steps[3], make_batch=lessons.gathering_batch, learned=examples, held_out=held_out)
+    write_model("compiler", out, model=model, processor=processor, work=work, names=COMPILER_STAGES, settings=settings)
 
 
 def train_executor(
@@ -117,11 +111,11 @@ def train_executor(
     batch: int = 48,
     levels: Sequence[Level] = LEVELS,
 ) -> None:
-    """Make the executor: text curriculum, then behaviour cloning on prompts and actions, in batches of like length."""
+    """Train the executor: text curriculum, then behaviour cloning in batches of prompts of similar length."""
     tokenizer = make_tokenizer(LEXICON)
-    model = train_text(tokenizer, LEXICON, work, seed, levels)
+    model = train_text(tokenizer, LEXICON, work=work, seed=seed, levels=levels)
     config = SFTConfig(
-        **stages.arguments(work / "clone", seed, steps, RATE / 2, 50, 0.02),
+        **stages.training_arguments(work / "clone", seed, steps, RATE / 2, every=50, warmup=0.02),
         per_device_train_batch_size=batch,
         train_sampling_strategy="group_by_length",
         max_length=None,
@@ -135,15 +129,23 @@ def train_executor(
         config,
         train_dataset=Dataset.from_list(examples),
         processing_class=tokenizer,
-        callbacks=[stages.Stopwatch()],
+        callbacks=[stages.CpuTimer()],
     )
-    model = stages.run(trainer, work / "clone")
+    model: Any = stages.run_stage(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
-    finish("executor", out, as_llama(model), tokenizer, work, (*TEXT, "clone"), settings)  # type: ignore[arg-type]
+    write_model(
+        "executor",
+        out,
+        model=as_llama(model),
+        processor=tokenizer,
+        work=work,
+        names=(*TEXT, "clone"),
+        settings=settings,
+    )
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
-    """Give both as text, so that the completion ends with the end of turn and not with the newline behind it."""
+    """Return both as text, so that the completion ends with the end of turn and not with the newline behind it."""
     chat = [{"role": "user", "content": example.prompt}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return {"prompt": prompt, "completion": f"{example.action}{tokenizer.eos_token}"}  # type: ignore[dict-item]

@@ -1,6 +1,6 @@
-"""Where kinds of things lie in training worlds: what anyone knows of homes before seeing one.
+"""Placement prior: how often each kind of thing starts in each kind of place, counted in training worlds.
 
-python -m envs.household.lying        # counts anew: homes of the split train, and ALFWorld's train games
+python -m envs.household.placement_prior   # recount: generated homes and ALFWorld's train games
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from envs.household.vocabulary import ITEM_TYPES
 from envs.household.world import NOWHERE, Game
 from runtime.store import write_atomically
 
-FILE = Path(__file__).with_name("lying.json")
+FILE = Path(__file__).with_suffix(".json")
 HOMES = 64
 
 
 @cache
 def counts(environment: str) -> Mapping[str, Mapping[str, int]]:
-    """Return how often a kind of thing lay in a kind of place at the start, by thing and place; {} for an environment
-    of which nobody counted."""
+    """Return how often a thing starts in a kind of place, by thing and place; {} for an environment without counts."""
     return json.loads(FILE.read_text(encoding="utf-8")).get(environment, {})
 
 
 @cache
 def carried() -> frozenset[str]:
-    """Return the kinds of things that can be carried, in homes of either environment."""
+    """Return the kinds of portable things in homes of either environment."""
     return frozenset(ITEM_TYPES) | counts("alfworld").keys()
 
 
 def likelihood(environment: str, thing: str, kinds: Iterable[str]) -> dict[str, float]:
-    """Return for each kind of place how likely a thing lies in such a one, each counted once more than it was."""
+    """Return the probability of each kind of place to hold a thing, with add-one smoothing."""
     seen, distinct = counts(environment).get(thing, {}), list(dict.fromkeys(kinds))
     total = sum(seen.values()) + len(distinct)
     return {kind: (seen.get(kind, 0) + 1) / total for kind in distinct}
 
 
-def counted(games: Iterable[Game]) -> dict[str, dict[str, int]]:
-    """Count what can be carried, by where it lies at the start."""
+def count_placements(games: Iterable[Game]) -> dict[str, dict[str, int]]:
+    """Count portable things and lamps by the kind of place where they start."""
     found = dict[str, Counter[str]]()
     for game in games:
         for n, item in enumerate(game.items):
@@ -55,15 +54,17 @@ def main() -> None:
     from envs.household.generate import Generator
     from envs.household.world import KINDS
 
-    homes = Generator(0, {"train": HOMES}, 0.0, 0.0, 40, 0, KINDS)
+    homes = Generator(
+        0, {"train": HOMES}, visual_share=0.0, remembered_share=0.0, fixed_objects=40, wandering_objects=0, kinds=KINDS
+    )
     games = AlfworldGames()
-    told = {
-        "household": counted(homes.game(task)[0] for task in homes.worlds("train")),
-        "alfworld": counted(games.game(task)[0] for task in games.tasks("train")),
+    counts_by_environment = {
+        "household": count_placements(homes.game(task)[0] for task in homes.worlds("train")),
+        "alfworld": count_placements(games.game(task)[0] for task in games.tasks("train")),
     }
     lines = ",\n".join(
         f'"{name}": {{\n' + ",\n".join(f'  "{thing}": {json.dumps(of)}' for thing, of in found.items()) + "\n}"
-        for name, found in told.items()
+        for name, found in counts_by_environment.items()
     )
     write_atomically(FILE, f"{{{lines}}}\n")
 

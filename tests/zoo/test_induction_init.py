@@ -1,4 +1,4 @@
-"""A decoder whose heads are set by hand: what it can do before it has learned anything."""
+"""What a decoder with hand-set heads does before training."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from zoo.curriculum import (
     repeated_segments,
     ways,
 )
-from zoo.models import make_tokenizer
-from zoo.wiring import (
+from zoo.induction_init import (
     EMBEDDED,
     EMBEDDING_PACE,
     HEAD_DIM,
     HEADS,
     PACE,
     SCENE,
-    Aim,
-    Match,
-    layout,
-    paces,
-    wired,
+    GoalPlace,
+    Induction,
+    build_induction_model,
+    head_layout,
+    learning_rate_scales,
 )
+from zoo.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(LEXICON)
 VOCABULARY = Vocabulary.of(TOKENIZER, LEXICON)
@@ -45,7 +45,7 @@ GO = TOKENIZER(" go to", add_special_tokens=False)["input_ids"][0]
 
 @pytest.fixture(scope="module")
 def model():
-    return wired(TOKENIZER, layers=5)
+    return build_induction_model(TOKENIZER, layers=5)
 
 
 def right(model, tokens, labels) -> float:
@@ -78,7 +78,7 @@ def test_without_its_wiring_it_looks_nothing_up(model):
 
 
 def test_every_layer_has_its_heads_and_the_last_ones_are_free():
-    rows = layout(6)
+    rows = head_layout(6)
     assert [len(row) for row in rows] == [HEADS] * 6
     assert all(head is None for row in rows[3:] for head in row)
 
@@ -98,7 +98,7 @@ def test_all_of_it_is_trained(model):
 
 
 def test_the_same_seed_makes_the_same_weights(model):
-    again = wired(TOKENIZER, layers=5).state_dict()
+    again = build_induction_model(TOKENIZER, layers=5).state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in model.state_dict().items())
 
 
@@ -107,7 +107,7 @@ def test_the_same_seed_makes_the_same_weights(model):
 
 @pytest.fixture(scope="module")
 def gathering():
-    model = wired(TOKENIZER, layers=3, gathers=LEXICON)
+    model = build_induction_model(TOKENIZER, layers=3, gathers=LEXICON)
     model.set_attn_implementation("eager")
     return model
 
@@ -162,12 +162,12 @@ def test_embeddings_that_begin_apart_are_less_alike_than_random_ones(gathering, 
     assert alike(gathering) < 0.35 < alike(model)
 
 
-def finds(model, head: Match | Aim, prompt: str) -> tuple[str, float]:
+def finds(model, head: Induction | GoalPlace, prompt: str) -> tuple[str, float]:
     """Say what a head of the second layer attends to most at a prompt's end, and how much; "" is nothing."""
     ids = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         attended = model(torch.tensor([ids]), output_attentions=True).attentions[1]
-    found = attended[0, layout(3, True)[1].index(head), -1]
+    found = attended[0, head_layout(3, True)[1].index(head), -1]
     at = int(found.argmax())
     return TOKENIZER.decode([ids[at]]).strip() if TOKENIZER.decode([ids[at]]) != "<|im_start|>" else "", float(
         found[at]
@@ -184,14 +184,15 @@ def asked(goal: str, did: str = "", see: str = "You arrive at bed 1. On the bed 
     ).replace("\n\n\nsee", "\n\nsee")
 
 
-SECOND = layout(3, gathers=True)[1]
-TOLD = next(head for head in SECOND if isinstance(head, Match) and SCENE in dict(head.pairs))
-NAMED = next(head for head in SECOND if isinstance(head, Match) and head.after)
-GONE_TO = next(head for head in SECOND if isinstance(head, Match) and head.here)
-THING_IN_VIEW = next(head for head in SECOND if isinstance(head, Match) and head.of and not head.says)
-TAKES = next(head for head in SECOND if isinstance(head, Match) and head.says)
+SECOND = head_layout(3, gathers=True)[1]
+TOLD = next(head for head in SECOND if isinstance(head, Induction) and SCENE in dict(head.pairs))
+NAMED = next(head for head in SECOND if isinstance(head, Induction) and head.only_at)
+GONE_TO = next(head for head in SECOND if isinstance(head, Induction) and head.penalty)
+THING_IN_VIEW = next(head for head in SECOND if isinstance(head, Induction) and head.kind and not head.writes)
+TAKES = next(head for head in SECOND if isinstance(head, Induction) and head.writes)
 GOALS, TREATMENTS = (
-    next(head for head in SECOND if isinstance(head, Aim) and head.kind == kind) for kind in ("goals", "treatments")
+    next(head for head in SECOND if isinstance(head, GoalPlace) and head.kind == kind)
+    for kind in ("goals", "treatments")
 )
 SOUGHT, IN_HAND = "go to drawer 2 ; go to bed 1", "go to drawer 2 ; go to bed 1 ; take mug 1 from bed 1"
 HEATED = f"{IN_HAND} ; go to microwave 1 ; heat mug 1 with microwave 1"
@@ -284,7 +285,7 @@ def test_untrained_a_number_is_that_of_the_thing_in_view_or_of_what_was_taken_an
 
 @pytest.mark.seconds
 def test_heads_that_are_set_learn_at_their_own_pace(gathering):
-    shares = paces(gathering)
+    shares = learning_rate_scales(gathering)
     named = dict(gathering.named_parameters())
     assert {name.split(".")[2] for name in shares} == {"0", "1", "2", "weight"}  # and the embeddings
     for name, share in shares.items():
@@ -292,4 +293,4 @@ def test_heads_that_are_set_learn_at_their_own_pace(gathering):
         assert {round(float(part), 3) for part in share.expand_as(named[name]).unique()} <= expected
         assert not name.startswith("model.layers.0.") or not share.any()  # what is compared stays as it is
     last = shares["model.layers.2.self_attn.v_proj.bias"].reshape(-1, HEAD_DIM)[:, 0]
-    assert last.tolist() == pytest.approx([1.0 if head is None else PACE for head in layout(3, True)[2]])
+    assert last.tolist() == pytest.approx([1.0 if head is None else PACE for head in head_layout(3, True)[2]])
