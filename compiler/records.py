@@ -30,8 +30,7 @@ def soft_is_read(on: SoftOn, emission: Emission) -> bool:
 class CompileRequest:
     """State s_t = (o_t, b_t) and task memory M (paper Eq. 3).
 
-    `state` is the Brief State, or None in the ablation without it: then `history` stands in its place.
-    `expert` is the environment's expert from the current state; teachers may ask it, learned compilers never do.
+    `state` is the Brief State, or None in the ablation without it: the prompt shows `history` instead.
     """
 
     goal: str
@@ -40,8 +39,7 @@ class CompileRequest:
     observation: str
     image: Image | None = None
     history: tuple[str, ...] = ()
-    expert: Callable[[], list[str] | None] | None = None
-    soft_on: SoftOn = "always"  # where the executor reads soft tokens: the others need not be made
+    soft_on: SoftOn = "always"  # where the executor reads soft tokens; others need not be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,7 @@ class Compilation:
     tokens_out: int = 0
     tokens_cached: int | None = None  # of tokens_in, out of a prefix cache; None where the backend does not say
     weight_version: int = 0  # of the weights that sampled this
+    applies_ops: bool = True  # whether the loop applies the operations to b_t
 
 
 # Whether anybody still waits for request i. A compiler asks before every pass of its model; what it gives for one that

@@ -16,7 +16,7 @@ from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
-from compiler.need import Need, need_for
+from compiler.gate import Need, need_for
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from data_gen.memories import open_memory

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent.expert import ExpertTeacher
-from agent.records import StepInput, compile_request, executor_request
+from agent.records import EpisodeContext, StepInput, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
@@ -51,9 +51,12 @@ def main(checkpoint: str | None = None, number: int = 14) -> bool:
     for t in range(settings.max_steps):
         # Observe: s_t = (o_t, b_t) and M.
         seen = (observed.text, observed.image, observed.admissible)
-        step = StepInput(spec.goal, *seen, history, spec.memory, state, expert=env.expert, first=first)
+        step = StepInput(spec.goal, *seen, history, spec.memory, state, first=first)
         # Compile (Eq. 3): guidance and soft tokens for the executor, operations on the Brief State.
-        [compiled] = compiler.compile([compile_request(step)])
+        if isinstance(compiler, ExpertTeacher):  # a teacher also gets the expert's plan
+            [compiled] = compiler.compile([compile_request(step)], [EpisodeContext(env.expert())])
+        else:
+            [compiled] = compiler.compile([compile_request(step)])
         step = replace(step, emission=compiled.emission, soft=compiled.soft)
         # Act (Eq. 4): the frozen executor reads what was compiled, never M itself.
         [action] = executor.act([executor_request(step, executor)])

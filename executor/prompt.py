@@ -14,7 +14,7 @@ goal: in home 17: put a hot mug in cabinet         here instead of above, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,6 @@ class ExecutorRequest:
     history: tuple[str, ...]
     observation: str
     admissible: tuple[str, ...] | None = None
-    expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
     image: Image | None = None  # the current view, for executors that see
     shown: int = HISTORY  # of the actions so far
     first: str = ""  # the first view, where it is to be shown again

@@ -161,7 +161,7 @@ def train_need(
     seed: int = 0,
 ) -> None:
     """Fit what guesses which steps need compiling, for the delivery `compiled_needed`: seconds, without a model."""
-    from training.need import train_need
+    from training.gate import train_need
 
     train_need(run, recall, seed)
 

@@ -25,8 +25,8 @@ from compiler.build import (
     measured_std,
     report_reading,
 )
+from compiler.gate import Need, keep_need, need_for
 from compiler.hf import MemoryCompiler
-from compiler.need import Need, keep_need, need_for
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
@@ -49,8 +49,8 @@ from training import distributed
 from training.backend import BACKENDS
 from training.engines import Engines, ray_compiler, ray_executor
 from training.evaluation import HeldOutTasks, greedy
+from training.gate import leave_need
 from training.grpo import GrpoTrainer, ModelExecutor
-from training.need import leave_need
 from training.rollout import Group, RolloutEngine
 from training.row_check import bad_rows, describe
 from training.sft import SftTrainer

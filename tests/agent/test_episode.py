@@ -142,18 +142,17 @@ def test_records_and_rows_ask_what_the_loop_asked(name):
     [episode], _ = run([spec(4)], find(name).make(asked, 0), asked)
     back, memory = episode_from_json(json.loads(json.dumps(episode.to_json()))), spec(4).memory
     steps = [recorded_step(back, t, memory) for t in range(4)]
-    without_expert = lambda requests: [replace(request, expert=None) for request in requests]
     asked.compiled = [replace(request, soft_on="always") for request in asked.compiled]  # which no prompt says
-    assert [executor_request(step, asked) for step in steps] == without_expert(asked.seen)
+    assert [executor_request(step, asked) for step in steps] == asked.seen
     if find(name).kind == "compiled":
-        assert [compile_request(replace(step, emission=None)) for step in steps] == without_expert(asked.compiled)
+        assert [compile_request(replace(step, emission=None)) for step in steps] == asked.compiled
     if name == "compiled_text":
         rows = [row.step_input() for row in rows_of(back, by_id(memory))]
         made = [replace(executor_request(row, asked), admissible=COMMANDS) for row in rows]
-        assert made == without_expert(asked.seen)
+        assert made == asked.seen
         texts = [[(e.id, e.text) for e in compile_request(row).memory] for row in rows]
         assert texts == [[(e.id, e.text) for e in memory]] * 4
-        assert [replace(compile_request(row), memory=memory) for row in rows] == without_expert(asked.compiled)
+        assert [replace(compile_request(row), memory=memory) for row in rows] == asked.compiled
 
 
 def test_batches_depend_on_the_episodes_only():

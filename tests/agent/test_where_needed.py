@@ -11,8 +11,8 @@ from agent.deliveries import find, recorded_step
 from agent.episode import Limits, run_episodes
 from agent.records import compile_request, episode_from_json, executor_request
 from compiler.checkpoint import CheckpointError
+from compiler.gate import FILE, features, keep_need, need_of
 from compiler.language import parse
-from compiler.need import FILE, features, keep_need, need_of
 from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, to_yaml
@@ -22,7 +22,7 @@ from data_gen.rows import SftRow, rows_of, save_rows
 from eval.players import needed_by
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, entry, spec
-from training.need import _old_states, leave_need, train_need
+from training.gate import _old_states, leave_need, train_need
 from training.run import needed_by as needed_in_rollouts
 
 TASKS = 40
@@ -91,13 +91,13 @@ def test_steps_that_are_not_likely_to_need_it_are_not_compiled_but_for_the_first
 
 
 def test_without_it_the_delivery_says_what_makes_it():
-    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
+    with pytest.raises(ValueError, match="compiled_needed needs a compile gate: run `memcompiler train need`"):
         find("compiled_needed").make(Recorder(), 0)
     asked = ["deliveries=[none, compiled_needed]", "compiler.checkpoint=zoo/alfworld/checkpoint/adapter"]
-    with pytest.raises(CheckpointError, match=r"asks what `memcompiler train need RUN` leaves"):
+    with pytest.raises(CheckpointError, match="compiled_needed needs a compile gate, and there is none beside"):
         needed_by(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
     with pytest.raises(
-        CheckpointError, match=r"delivery compiled_needed asks what `memcompiler train need RUN` leaves"
+        CheckpointError, match=r"none beside compiler.checkpoint=None: run `memcompiler train need RUN`"
     ):
         needed_in_rollouts(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
     assert needed_in_rollouts(load_config(GrpoConfig, None, [])) is None
@@ -134,7 +134,7 @@ def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_chec
     assert (tmp_path / "on" / FILE).read_bytes() == (run / FILE).read_bytes()
     again = train_need(run, recall=0.9)
     assert again.sha256 == need.sha256 and train_need(run, recall=1.0).threshold <= need.threshold
-    monkeypatch.setattr("training.need.MOST", 2 * TASKS)
+    monkeypatch.setattr("training.gate.MOST", 2 * TASKS)
     assert train_need(run).manifest["rows"] == 6 * 14  # all steps of every third task
 
 

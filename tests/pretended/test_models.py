@@ -13,7 +13,7 @@ from PIL import Image
 
 from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, render_brief_state
-from compiler.need import WIDTH, Need
+from compiler.gate import WIDTH, Need
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, Speed

@@ -401,7 +401,7 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
             return likely
 
     t = trainer(tmp_path, delivery="compiled_needed")
-    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
+    with pytest.raises(ValueError, match="compiled_needed needs a compile gate"):
         t.take_step()
     t.engine = replace(t.engine, need=Guess())
     metrics, groups = t.take_step()

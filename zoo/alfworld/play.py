@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertTeacher, Search
-from agent.records import Episode
+from agent.records import Episode, EpisodeContext
 from compiler.language import Emission
 from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalConfig, EvalMemoryConfig
@@ -96,11 +97,10 @@ class Script:
     def of(cls, specs: Sequence[EpisodeSpec]) -> Script:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
-    def choices(self, request: ExecutorRequest) -> Choice:
+    def choices(self, request: ExecutorRequest, plan: Sequence[str]) -> Choice:
         """List the commands that serve equally well, none where there is no way to the goal; and what they follow
         from."""
-        plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
-        need = READER.need(plan)
+        need, commands = READER.need(plan), request.admissible or ()
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
         been = tuple(way for place in _been(request.history) if (way := f"{GO}{place}") in commands)
@@ -110,7 +110,7 @@ class Script:
             return Choice(serve, Why.PLAN, been=tuple(way for way in been if way not in serve))
         if last and (inside := f"open {last}") in commands:
             return Choice((inside,), Why.SEARCH, been=been)
-        told = tuple(way for place in self._told(request) if (way := f"{GO}{place}") in commands)
+        told = tuple(way for place in self._told(request, plan) if (way := f"{GO}{place}") in commands)
         new = [command for command in commands if command.startswith(GO) and command not in been]
         ways = (f"{GO}{place}" for place in _from(last, room(request.first or request.observation)))
         following = next((way for way in ways if way in new), "")
@@ -118,14 +118,14 @@ class Script:
         why = Why.TOLD if serve else Why.SEARCH
         return Choice(serve or ((following,) if following else tuple(plan[:1])), why, told, following, been)
 
-    def _told(self, request: ExecutorRequest) -> tuple[str, ...]:
+    def _told(self, request: ExecutorRequest, plan: Sequence[str]) -> tuple[str, ...]:
         """List the place that guidance names for what is looked for, or all that pasted memory does."""
         if request.delivered.memory:
             memory = tuple(self.entries[text] for text in request.delivered.memory.split("\n\n"))
             places = ", ".join(c for c in request.admissible or () if c.startswith(GO))
             seen = f"{request.observation}\n{places}" if request.history else request.observation
-            asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
-            return search.named if (search := TEACHER.search(asked)) else ()
+            asked = CompileRequest(request.goal, memory, None, seen, history=request.history)
+            return search.named if (search := TEACHER.search(asked, plan)) else ()
         guidance = request.delivered.guidance
         return (guidance.removeprefix(GO),) if guidance.startswith(GO) else ()
 
@@ -179,6 +179,7 @@ class Pupil:
     """An executor that acts while the script says at every state, its own ones, what it would do (DAgger, Ross et al.
     2011). Without an `actor` the script itself acts, one time in `strays` as if it had been told nothing."""
 
+    needs_expert: ClassVar[bool] = True
     script: Script
     actor: Executor | None = None
     strays: float = 0.0
@@ -188,8 +189,8 @@ class Pupil:
     reads: Reads = READS
     examples: list[Example] = field(default_factory=list)
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        wanted = [self.script.choices(request) for request in requests]
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        wanted = [self.script.choices(r, context.plan or []) for r, context in zip(requests, contexts, strict=True)]
         if self.actor is not None:
             made = self.actor.act(requests)
         else:
@@ -247,7 +248,7 @@ def played(
 class Situation:
     """What a compiler meets, what the teacher says there, and from what it follows."""
 
-    request: CompileRequest  # without the expert
+    request: CompileRequest
     emission: Emission
     search: Search | None
 
@@ -256,13 +257,14 @@ class Situation:
 class Tap:
     """The teacher, with a note of every state that it was asked about."""
 
+    needs_expert: ClassVar[bool] = True
     situations: list[Situation] = field(default_factory=list)
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = TEACHER.compile(requests)
-        for request, said in zip(requests, made, strict=True):
-            found = TEACHER.search(request)
-            self.situations.append(Situation(replace(request, expert=None), said.emission, found))
+    def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
+        made = TEACHER.compile(requests, contexts)
+        for request, context, said in zip(requests, contexts, made, strict=True):
+            found = TEACHER.search(request, context.plan)
+            self.situations.append(Situation(request, said.emission, found))
         return made
 
 
