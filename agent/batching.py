@@ -23,33 +23,19 @@ class _Request:
 
 
 class StepBatcher:
-    """Runs episodes on one event loop and batches their requests.
+    """Runs episodes on one event loop. When every live one waits, each backend gets its pending requests as one batch,
+    in episode order."""
 
-    When every live episode waits, each backend gets its pending requests as one batch, in episode order.
-
-    With two halves (episodes of even and of odd index), both are served at the same time, each backend in a thread.
-    Where both wait for the same backend, the half that was served less recently goes first. From then on, one half
-    compiles while the other acts.
-    """
-
-    def __init__(self, halves: int = 1) -> None:
-        self._live, self._halves = 0, halves
+    def __init__(self) -> None:
+        self._live = 0
         self._pending: list[_Request] = []
-        self._last_served = [0] * halves  # round in which each half was served last
-        self._round = 0
-        self._serving: asyncio.Task | None = None  # keeps the task from being garbage-collected
 
     async def run(self, episodes: Sequence[Callable[[int], Awaitable[T]]], concurrency: int) -> list[T]:
         """Run all coroutines `episodes[i](i)`, at most `concurrency` at once. Results are in order."""
         results: dict[int, T] = {}
-        halves = self._halves = min(self._halves, concurrency)
-        numbered, workers = list(enumerate(episodes)), []
-        for half in range(halves):  # a queue each, or timing would decide which half plays an episode
-            own, most = numbered[half::halves], len(range(half, concurrency, halves))
-            queue = iter(own)
-            workers += [self._worker(queue, results) for _ in range(min(len(own), most))]
-        self._live = len(workers)
-        await asyncio.gather(*workers)
+        queue = iter(list(enumerate(episodes)))
+        self._live = min(concurrency, len(episodes))
+        await asyncio.gather(*(self._worker(queue, results) for _ in range(self._live)))
         return [results[i] for i in range(len(episodes))]
 
     async def call(self, index: int, backend: Backend, *arguments: Any) -> tuple[Any, float]:
@@ -84,46 +70,21 @@ class StepBatcher:
         self._drop_cancelled()
         if not self._pending or len(self._pending) != self._live:
             return
-        chosen = self._take_turns()
-        batches = [[r for r in chosen if r.backend == backend] for backend in dict.fromkeys(r.backend for r in chosen)]
-        if self._halves > 1 and len(batches) > 1:
-            self._serving = asyncio.create_task(self._serve_at_once(batches))
-            return
-        for batch in batches:
-            _deliver(batch, *_timed(batch))
-
-    def _take_turns(self) -> list[_Request]:
-        """Take the pending requests to serve now, in episode order. A half waits if another half, which is due before
-        it, needs the same backend."""
-        self._round += 1
-        pending = sorted(self._pending, key=lambda r: r.index)
-        taken: list[_Request] = []
-        for half in sorted(range(self._halves), key=lambda half: self._last_served[half]):
-            own = [r for r in pending if r.index % self._halves == half]
-            if own and not any(r.backend == other.backend for r in own for other in taken):
-                taken, self._last_served[half] = [*taken, *own], self._round
-        self._pending = [r for r in pending if r not in taken]
-        return sorted(taken, key=lambda r: r.index)
-
-    async def _serve_at_once(self, batches: Sequence[Sequence[_Request]]) -> None:
-        served = await asyncio.gather(*(asyncio.to_thread(_timed, batch) for batch in batches))
-        for batch, results in zip(batches, served, strict=True):
-            _deliver(batch, *results)
+        pending, self._pending = sorted(self._pending, key=lambda r: r.index), []
+        for backend in dict.fromkeys(r.backend for r in pending):
+            _serve([r for r in pending if r.backend == backend])
 
 
-def _timed(batch: Sequence[_Request]) -> tuple[list[Any], float]:
-    """Serve a batch: a result or an exception for each request, and the seconds per request."""
+def _serve(batch: Sequence[_Request]) -> None:
+    """Serve a batch: each request gets a result or an exception, and its share of the seconds."""
     started = time.perf_counter()
     try:
         results = _results(batch[0].backend, [request.arguments for request in batch])
     except Exception as error:  # each episode converts it to a failure of its own
         results = [error] * len(batch)
-    return results, (time.perf_counter() - started) / len(batch)
-
-
-def _deliver(batch: Sequence[_Request], results: Sequence[Any], seconds: float) -> None:
+    seconds = (time.perf_counter() - started) / len(batch)
     for request, result in zip(batch, results, strict=True):
-        if request.future.done():  # cancelled while the batch was served
+        if request.future.done():  # Ctrl-C has cancelled it meanwhile
             continue
         if isinstance(result, Exception):
             request.future.set_exception(result)

@@ -121,9 +121,7 @@ class ShuffledSoft:
         self._spare: Tensor | None = None  # for a batch of one: the previous step's soft tokens
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = self.compiler.compile(
-            [replace(request, soft_on="always") for request in requests]
-        )  # for the other episode
+        made = self.compiler.compile([replace(request, soft_on="always") for request in requests])
         soft = [c.soft for c in made]
         donors = [*soft[1:], soft[0]] if len(made) > 1 else [self._spare if self._spare is not None else soft[0]]
         self._spare = soft[0]

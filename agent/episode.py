@@ -52,7 +52,6 @@ class Limits:
 
     max_steps: int = 15
     seed: int = 0
-    pipelined: bool = False  # one half of the episodes compiles while the other half acts
     sure: float = 0.9  # under `Delivery.where_unsure`, an executor at least this confident acts without a compilation
 
 
@@ -305,8 +304,7 @@ def run_sequences(
     a time: an episode that waits for a worker would deadlock with the episodes that wait for it in the batch.
     """
     concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
-    batched = delivery.compiler is not None and getattr(delivery.compiler, "batched", True)
-    batcher = StepBatcher(halves=2 if limits.pipelined and batched else 1)  # pipelining takes two batched backends
+    batcher = StepBatcher()
     report = on_episode or (lambda _: None)
 
     async def play(specs: Sequence[EpisodeSpec], index: int) -> list[Episode]:

@@ -151,9 +151,7 @@ class StepRecord:
     feedback: str = ""
     progress: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # of compiler, executor and environment
-    tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # compiler_in, compiler_out, compiler_cached; the same of the executor
+    tokens: dict[str, int] = field(default_factory=dict)  # ROLE_in, ROLE_out and ROLE_cached
     # Tensors and token ids for training; not serialised.
     compilation: Compilation | None = None
     decision: Action | None = None
@@ -218,9 +216,7 @@ class Episode:
     stop_reason: StopReason = StopReason.STEP_LIMIT
     error: str = ""
     rationale: str = ""  # a teacher's explanation of success or failure
-    retries: list[Episode] = field(
-        default_factory=list
-    )  # further attempts: memory learns from them, metrics ignore them
+    retries: list[Episode] = field(default_factory=list)  # memory learns from them, metrics ignore them
     broken: tuple[str, ...] = ()  # errors of broken attempts that this one replaces (`runtime.attempts`)
 
     def to_json(self, images: bool = False) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
     device = device_of(config.device)  # with its number: worker threads have another current GPU
-    how = *_how(config, told), seed, config.constrained, device, config.speed
+    how = *_how(config, told), seed, device, config.speed
     served = VllmCompiler(llm, encoder, projector, *how)
     if not merged:
         served.load_adapter(found, 0, projector)

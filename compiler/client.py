@@ -285,12 +285,9 @@ class RemoteCompiler:
 
         Raises:
             RemoteError: the service cannot be reached, refuses one of them, or is of another version.
-            ValueError: `decoding` truncates the distribution, which the service does not.
         """
         if not requests:
             return []
-        if self.decoding.top_k or self.decoding.top_p < 1:
-            raise ValueError("a compiler service samples without truncation: set top_k=0 and top_p=1")
         seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
         drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]

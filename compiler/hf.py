@@ -66,8 +66,8 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.weight_version = 0
         self._prefixes = Prefixes(self.speed.prefix_mib)
 
-    def kept_prefixes(self) -> Prefixes:
-        """Return what was read by the weights as they are now, whoever changed them."""
+    def current_prefixes(self) -> Prefixes:
+        """Return the prefix cache of the current weights; parameter versions reveal any in-place update."""
         trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
 
@@ -101,15 +101,9 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         """Rule reserved tokens out of logits (fp32): the policy's distribution, when sampling and when re-scoring."""
         return logits.float().index_fill(-1, _on(logits.device, tuple(self.backbone.suppressed)), -torch.inf)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
-
-        `tokens` (...) were sampled earlier: they count as possible even if truncation would leave them out now.
-        """
-        logits = self.allowed(logits) / (self.decoding.temperature or 1.0)
-        if self.decoding.top_k or self.decoding.top_p < 1:
-            logits = _truncated(logits, self.decoding.top_k, self.decoding.top_p, tokens)
-        return logits.log_softmax(-1)
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32."""
+        return (self.allowed(logits) / (self.decoding.temperature or 1.0)).log_softmax(-1)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
         self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
@@ -136,20 +130,6 @@ class MemoryCompiler(TokenCompiler, nn.Module):
 def _on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
     """Put ids on a device, once: a copy at every token would have it wait."""
     return torch.tensor(ids, dtype=torch.long, device=device)
-
-
-def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:
-    """Keep the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    out = torch.zeros_like(ordered, dtype=torch.bool) if not top_k else (rank >= top_k).expand_as(ordered)
-    if top_p < 1:
-        held = ordered.masked_fill(out, -torch.inf).softmax(-1)
-        out = out | (held.cumsum(-1) - held >= top_p)
-    out = torch.zeros_like(out).scatter(-1, order, out)
-    if keep is not None:
-        out = out.scatter(-1, keep.unsqueeze(-1), False)
-    return logits.masked_fill(out, -torch.inf)
 
 
 def _take(hidden: Tensor, at: Tensor) -> Tensor:

@@ -11,20 +11,17 @@ The reason stands before the guidance, because a small compiler that first state
 is easiest: right behind the words that it shares with the memory. At most one guidance line, which comes first; any
 number of operations. The kind follows from what is there: EXPERIENCE (guidance only), BRIEF (operations only), HYBRID
 (both), NOACTION (neither). Separators inside a field (`|` in guidance and reason, `:` in a key) are escaped by a
-backslash. One table below defines parser, renderer and grammar.
+backslash. One table below defines parser and renderer.
 """
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 from compiler.brief_state import Create, Delete, Fold, Op, Update, escape, one_line, split_unescaped, unescape
 
 GUIDE, CREATE, UPDATE, DELETE, FOLD, NOTHING = ">", "+", "~", "-", "^", "."
-# What `str.split` takes for white space (all of it stands before U+3001): a field of nothing else would be empty.
-SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 
 class Kind(StrEnum):
@@ -114,37 +111,6 @@ def parse(text: str) -> ParseResult:
             return _failed(op)
         ops.append(op)
     return ParseResult(Emission(guidance, reason, tuple(ops)))
-
-
-def grammar() -> str:
-    """Write the language as EBNF, in the dialect that vLLM's structured outputs take."""
-    shapes = {CREATE: 'key ": " value', UPDATE: 'key ": " value', DELETE: "key", FOLD: "value"}
-    ops = dict(zip(("create", "update", "delete", "fold"), shapes.items(), strict=True))
-    rules = [
-        f'root ::= "{NOTHING}" | guidance ("\\n" op)* | op ("\\n" op)*',
-        f'guidance ::= "{GUIDE} " field (" | " field)?',
-        f"op ::= {' | '.join(ops)}",
-        *(f'{name} ::= "{sigil} " {shape}' for name, (sigil, shape) in ops.items()),
-        r'field ::= plain (" "? plain)*',
-        rf'plain ::= {_but("|")} | "\\" [\\|]',
-        r'key ::= keychar (" "? keychar)*',
-        rf'keychar ::= {_but(":")} | "\\" [\\:]',
-        r'value ::= valuechar (" "? valuechar)*',
-        rf"valuechar ::= {_but()}",
-    ]
-    return "\n".join(rules) + "\n"
-
-
-def _but(mark: str = "") -> str:
-    """Write the class of all characters but white space, surrogates, and a mark with the backslash that escapes it.
-
-    In ranges of at most 4,096 characters, which begin with the same UTF-8 byte: xgrammar 0.2 cannot compile a negated
-    class beyond ASCII, and loses part of longer ranges.
-    """
-    edges = sorted({ord(character) for character in SPACES + (f"{mark}\\" if mark else "")})
-    ranges = [(a + 1, b - 1) for a, b in pairwise([-1, *edges, 0xD800]) if a + 1 < b] + [(0xE000, 0xFFFF)]
-    short = [(max(i, a), min(i + 0xFFF, b)) for a, b in ranges for i in range(a & ~0xFFF, b + 1, 0x1000)]
-    return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in [*short, (0x10000, 0x10FFFF)]) + "]"
 
 
 def _render_op(op: Op) -> str:

@@ -44,18 +44,12 @@ class CompileRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
-
-    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
-    scored again, and even then the ratio is biased where the set of likely tokens has changed.
-    """
+    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean."""
 
     temperature: float = 0.0
     max_new_tokens: int = 512
     batch_size: int = 64
     latent_temperature: float | None = None  # default: as the text
-    top_k: int = 0
-    top_p: float = 1.0
 
     @property
     def soft_temperature(self) -> float:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler
-from compiler.language import grammar
 from compiler.records import CompileRequest, Decoding, Wanted
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
@@ -43,8 +42,6 @@ class VllmCompiler(TokenCompiler):
 
     Args:
         llm: an engine with the settings of `engine_settings`.
-        constrained: emissions follow the emission language's grammar. Their log-probabilities are then those of the
-            constrained distribution, which GRPO does not score again: leave it off for training.
     """
 
     def __init__(
@@ -55,13 +52,12 @@ class VllmCompiler(TokenCompiler):
         decoding: Decoding | None = None,
         instructions: str = "",
         seed: int = 0,
-        constrained: bool = False,
         device: str = "cpu",
         speed: Speed | None = None,
     ) -> None:
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
-        self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
+        self.decoding, self.instructions = decoding or Decoding(), instructions
         self.speed = speed or Speed()
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -130,7 +126,6 @@ class VllmCompiler(TokenCompiler):
     def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
         """Make the first pass; each request's seed comes from a generator of its own, where there are such."""
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
 
         decoding, end = self.decoding, self.encoder.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
@@ -139,19 +134,15 @@ class VllmCompiler(TokenCompiler):
             raise ValueError("an engine that speculates is for greedy emissions alone: set compiler.speed.ngram to 0")
         drawn = [(by, len(prompts))] if isinstance(by, torch.Generator) else [(own, 1) for own in by]
         seeds = torch.cat([torch.randint(2**31, (n,), generator=own, device=self.device) for own, n in drawn]).tolist()
-        shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
         params = [
             SamplingParams(
                 temperature=decoding.temperature,
-                top_k=decoding.top_k,
-                top_p=decoding.top_p,
                 seed=seed,
                 max_tokens=decoding.max_new_tokens,
                 stop_token_ids=[end],
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
-                structured_outputs=shape,
                 **self._bans(),
             )
             for seed in seeds

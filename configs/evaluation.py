@@ -56,7 +56,6 @@ class EvalConfig(Settings):
     needed: float | None = Field(default=None, ge=0, le=1)
     concurrency: int = Field(default=64, ge=1)
     episode_attempts: int = Field(default=ATTEMPTS, ge=1)  # at one that machinery breaks, over all resumes
-    pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
     ray: RaySettings = RaySettings()
     seed: Seed = 0

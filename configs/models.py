@@ -186,12 +186,9 @@ class CompilerConfig(ModelSettings):
     soft: Soft = Soft()
     speed: Speed = Speed()
     temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
-    constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
 
     @model_validator(mode="after")
-    def _grammar_by_vllm(self) -> CompilerConfig:
-        if self.constrained and self.engine != "vllm":
-            raise ValueError("constrained emissions need engine vllm")
+    def _speculation_by_vllm(self) -> CompilerConfig:
         if self.speed.ngram and (self.engine != "vllm" or self.temperature):
             raise ValueError("compiler.speed.ngram is for greedy emissions (temperature 0) in engine vllm")
         return self

@@ -168,8 +168,6 @@ class Sampling(Settings):
 
     temperature: float = Field(default=1.2, ge=0)
     latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
-    top_k: int = Field(default=0, ge=0)  # the paper samples with 50; truncation biases the ratio, 0 is off
-    top_p: float = Field(default=1.0, gt=0, le=1)
 
 
 class PolicyLoss(Settings):
@@ -222,7 +220,6 @@ class GrpoConfig(Settings):
     cluster: Cluster = "local"
     placement: Placement = Placement()
     concurrency: int = Field(default=64, ge=1)
-    pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
     # loss.importance_cap has to make up for. Checkpoints are synchronous points.
     overlap: bool = False
@@ -251,11 +248,6 @@ class GrpoConfig(Settings):
             )
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap learns from episodes of older weights: set loss.importance_cap (2.0 is usual)")
-        if self.compiler.constrained:
-            raise ValueError(
-                "GRPO samples the policy itself: compiler.constrained would draw from another distribution than the "
-                "one that is scored again, and bias the ratio. Leave it off for training"
-            )
         return self
 
 

@@ -121,7 +121,7 @@ def _compiler_key(config: EvalConfig) -> object:
 
 
 def limits_of(config: EvalConfig) -> Limits:
-    return Limits(config.max_steps, config.seed, config.pipelined, config.sure)
+    return Limits(config.max_steps, config.seed, config.sure)
 
 
 def needed_by(config: EvalConfig) -> Need | None:

@@ -243,7 +243,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Score what was sampled under the weights as they are, at the sampling temperatures."""
         scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples])
-        full = self.compiler.logprobs(scored.logits, scored.targets)
+        full = self.compiler.logprobs(scored.logits)
         text = full.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
         if self.pathwise:
             latent = self._drawn(scored.gaussian, samples)
@@ -328,9 +328,7 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
 def sampling(config: GrpoConfig) -> Decoding:
     """Say how rollouts are drawn, and scored again."""
     how, compiler = config.sampling, config.compiler
-    return Decoding(
-        how.temperature, compiler.max_new_tokens, compiler.batch_size, how.latent_temperature, how.top_k, how.top_p
-    )
+    return Decoding(how.temperature, compiler.max_new_tokens, compiler.batch_size, how.latent_temperature)
 
 
 def token_weights(samples: Sequence[Sample], settings: PolicyLoss) -> tuple[list[Tensor], int, int]:

@@ -316,7 +316,7 @@ def rollout_engine(
         served = ray_compiler(engines, distributed.rank())
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
-    limits = Limits(config.max_steps, config.seed, config.pipelined)
+    limits = Limits(config.max_steps, config.seed)
     return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, need)
 
 

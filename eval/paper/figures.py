@@ -93,7 +93,7 @@ class Replay:
         """Raises: ConfigError, where the settings name no checkpoint."""
         if self.config.compiler.checkpoint is None:
             raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
-        settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
+        settings = self.config.compiler.model_copy(update={"engine": "hf"})
         return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
 
     def memory(self, episode: Episode, t: int) -> tuple[MemoryEntry, ...]:

@@ -463,13 +463,6 @@ def test_the_time_limit_is_a_requests_not_the_batchs() -> None:
         assert len(RemoteCompiler(url, timeout=3, parallel=1).compile([tiny_models.request(0)] * 8)) == 8
 
 
-def test_truncated_sampling_is_refused() -> None:
-    remote = RemoteCompiler("http://127.0.0.1:9")
-    remote.decoding = Decoding(1.0, top_k=5)
-    with pytest.raises(ValueError, match="samples without truncation"):
-        remote.compile([tiny_models.request(0, image=False)])
-
-
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMPILER_KEY, "k1")
     server = RemoteServer("http://127.0.0.1:1", COMPILER_KEY, "it", timeout=0.1)

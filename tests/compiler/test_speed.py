@@ -155,11 +155,17 @@ def test_rows_in_common_draw_what_they_drew_beside_soft_tokens_that_are_not_made
 def test_guesses_hold_no_reserved_token_and_follow_what_stood_before() -> None:
     from compiler.decoding import _Row, _until
 
-    row = _Row(0, "abcdXabceYab")
-    assert row.follows(3) == "ceY"  # the last time that `ab` stood there
-    assert _Row(0, "xyz").follows(3) == ""
-    assert _Row(0, "xabab").follows(5) == "ababa"  # it goes round
-    assert _until("abc", [ord("b"), ord("c")]) == "a" and _until("abc", []) == "abc"
+    def follows(text: str, most: int, then: str = "") -> str:
+        row = _Row(0, ids := list(map(ord, text)), len(ids))
+        row.take(list(map(ord, then)), (0, 0))
+        row.follows(most)
+        return "".join(map(chr, row.follows(most)))
+
+    assert follows("abcdXabceYab", 3) == "ceY"  # the last time that `ab` stood there
+    assert follows("abcdXabceY", 3, "ab") == follows("abcd", 3, "XabceYab") == "ceY"
+    assert follows("xyz", 3) == "" and follows("x", 3) == ""
+    assert follows("xabab", 5) == "ababa"  # it goes round
+    assert _until([1, 2, 3], [2, 3]) == [1] and _until([1, 2, 3], []) == [1, 2, 3]
 
 
 # -- what prompts begin with, kept between steps ----------------------------------------------------------------------

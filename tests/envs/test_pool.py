@@ -325,7 +325,7 @@ def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
 
             def expert() -> list[str] | None:
                 if next(calls) == 1 and next(killed) == 0:
-                    os.kill(pool.pids[0], signal.SIGKILL)
+                    os.kill(env._worker.pid, signal.SIGKILL)
                     time.sleep(0.1)
                 return plan()
 

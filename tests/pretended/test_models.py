@@ -100,7 +100,7 @@ def test_greedy_compilation_is_the_cpu_s_with_every_lever(vlm: bool) -> None:
 
 
 def test_drawn_compilation_is_the_same_with_and_without_drafts_and_a_shrinking_batch() -> None:
-    writer = tiny_models.uneven_writer(False, Decoding(0.7, 16, top_k=20, top_p=0.95), PLAIN, "cuda")
+    writer = tiny_models.uneven_writer(False, Decoding(0.7, 16), PLAIN, "cuda")
     requests, seeds = [tiny_models.request(i, image=False) for i in range(5)], list(range(5))
     expected = writer.compile(requests, seeds)
     writer.speed = Speed(second_pass="always")

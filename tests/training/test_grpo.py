@@ -196,11 +196,11 @@ def _trl_inputs(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("vlm", [False, True])
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}, {"latent_temperature": 0.5}])
-def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
+@pytest.mark.parametrize("latent_temperature", [None, 0.5])
+def test_fresh_samples_have_ratio_one(tmp_path, vlm, latent_temperature):
     t = trainer(tmp_path)
     t.compiler = tiny_models.memory_compiler(vlm)
-    t.compiler.decoding = Decoding(1.2, 8, **truncation)
+    t.compiler.decoding = Decoding(1.2, 8, latent_temperature=latent_temperature)
     samples = fresh_samples(t)
     with torch.no_grad():
         rows = t._score_all(samples)
@@ -208,8 +208,6 @@ def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
     assert gap < 2e-5
     banned = set(t.compiler.backbone.suppressed)
     assert not any(banned & set(s.emission) for s in samples)
-    if truncation.get("top_k"):  # a truncated distribution sums to one over what is left
-        assert max(s.rollout_logprobs[: s.sampled].exp().max().item() for s in samples) > 1 / 5 - 1e-3
 
 
 @pytest.mark.parametrize("projector", ["gaussian", "linear"])
