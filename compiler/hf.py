@@ -1,4 +1,4 @@
-"""The Memory Compiler pi_C (paper Eq. 3 and 5): LoRA-tuned (V)LM, N memory tokens, projector. Hugging Face backend."""
+"""The Memory Compiler pi_C in transformers (paper Eq. 3 and 5): a LoRA-tuned (V)LM, N memory tokens, a projector."""
 
 from __future__ import annotations
 
@@ -25,22 +25,18 @@ from soft_mem.projector import Gaussian, Projector
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One forward pass over [prompt | emission | memory tokens].
+    """Results of one forward pass over [prompt | emission | memory tokens]."""
 
-    logits (B, E, V) predict the emission's E tokens; text_mask (B, E) marks the real ones; h_text (B, E, d) and
-    h_soft (B, N, d) are hidden states at the emission's and the memory tokens' positions.
-    """
-
-    logits: Tensor
-    text_mask: Tensor
-    targets: Tensor
-    h_text: Tensor
-    h_soft: Tensor
+    logits: Tensor  # (B, E, V), predict the emission's E tokens
+    text_mask: Tensor  # (B, E), True at tokens that are no padding
+    targets: Tensor  # (B, E), the emission's token ids
+    h_text: Tensor  # (B, E, d), hidden states at the emission's tokens
+    h_soft: Tensor  # (B, N, d), hidden states at the memory tokens
     gaussian: Gaussian
 
 
 class MemoryCompiler(TokenCompiler, nn.Module):
-    """Compiles requests in batches; the same module is what SFT and GRPO train."""
+    """Compiles requests in batches. SFT and GRPO train this module."""
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise an emission with its end-of-turn token: what SFT trains and what decoding produces."""
+        """Tokenise an emission with its end-of-turn token, as SFT trains and decoding produces it."""
         return (*self.backbone.ids(text), self.backbone.end_id)
 
     def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Scores:
@@ -98,7 +94,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         )
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """Rule reserved tokens out of logits (fp32): the policy's distribution, when sampling and when re-scoring."""
+        """Mask reserved tokens in logits (fp32), when sampling and when scoring again."""
         return logits.float().index_fill(-1, _on(logits.device, tuple(self.backbone.suppressed)), -torch.inf)
 
     def logprobs(self, logits: Tensor) -> Tensor:
@@ -118,7 +114,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
     ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
-        self.eval()  # dropout off: the sampled distribution is the one that is re-scored
+        self.eval()  # without dropout, as when scoring again
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
         drafts, gaussian = Decoder(self, prompts, memories, by, makes_soft).run(wanted)
@@ -128,18 +124,18 @@ class MemoryCompiler(TokenCompiler, nn.Module):
 
 @functools.lru_cache(maxsize=8)
 def _on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
-    """Put ids on a device, once: a copy at every token would have it wait."""
+    """Copy ids to a device once: a copy at every token would synchronise it."""
     return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def _take(hidden: Tensor, at: Tensor) -> Tensor:
-    """Take hidden (B, T, d) at positions (B, K): (B, K, d)."""
+    """Gather hidden (B, T, d) at positions (B, K): (B, K, d)."""
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
-    """Add an adapter as a checkpoint says, or a fresh one on the language model's projections (paper Table 7: q_proj,
-    v_proj), never on the vision tower's."""
+    """Add a checkpoint's adapter, or a fresh one on the language model's projections (paper Table 7: q_proj, v_proj),
+    without the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)
     seeing = {module for part in vision_parts(backbone.model).values() for module in part.modules()}

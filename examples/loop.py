@@ -34,7 +34,7 @@ def main(checkpoint: str | None = None, number: int = 14) -> bool:
     settings = load_config(EvalConfig, "eval/quickstart", own)
     executor = load_executor(settings.executor, executor_told(settings.env))
     compiler = (
-        load_compiler(settings.compiler, executor, told=compiler_told(settings.env))
+        load_compiler(settings.compiler, executor, instructions=compiler_told(settings.env))
         if checkpoint
         else ExpertTeacher(reader=reader_of(settings.env))
     )

@@ -206,7 +206,7 @@ def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Pat
         train_need(tmp_path)
     train_need(run)
     (run / FILE).write_bytes((run / FILE).read_bytes()[:-8] + bytes(8))
-    with pytest.raises(CheckpointError, match=r"is not what need.json tells of"):
+    with pytest.raises(CheckpointError, match=r"does not match the hash in need.json"):
         need_of(str(run))
     train_need(run)
     (run / "need.json").write_text((run / "need.json").read_text().replace('"features": "2"', '"features": "1"'))

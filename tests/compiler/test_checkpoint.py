@@ -79,7 +79,7 @@ def test_a_served_compilers_highest_rank_is_the_adapters(tmp_path, monkeypatch):
     asked = []
 
     class Recorder:
-        def __init__(self, *arguments):
+        def __init__(self, *arguments, **settings):
             pass
 
         def load_adapter(self, *arguments):
