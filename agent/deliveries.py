@@ -121,11 +121,12 @@ class ShuffledSoft:
         self._spare: Tensor | None = None  # for a batch of one: the previous step's soft tokens
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = self.compiler.compile([replace(request, soft_on="always") for request in requests])
-        soft = [c.soft for c in made]
-        donors = [*soft[1:], soft[0]] if len(made) > 1 else [self._spare if self._spare is not None else soft[0]]
+        compilations = self.compiler.compile([replace(request, soft_on="always") for request in requests])
+        soft = [c.soft for c in compilations]
+        alone = [self._spare if self._spare is not None else soft[0]]
+        donors = [*soft[1:], soft[0]] if len(soft) > 1 else alone
         self._spare = soft[0]
-        return [replace(c, soft=other) for c, other in zip(made, donors, strict=True)]
+        return [replace(c, soft=other) for c, other in zip(compilations, donors, strict=True)]
 
 
 def _trained(trained: Compiler | None, *_: object) -> Compiler | None:

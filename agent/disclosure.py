@@ -33,8 +33,8 @@ class RuleDisclosure:
     """A stateless `Compiler` whose guidance is the disclosed pieces, verbatim."""
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = [disclose(request) for request in requests]
-        return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
+        emissions = [disclose(request) for request in requests]
+        return [Compilation(render(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
 
 
 def disclose(request: CompileRequest) -> Emission:

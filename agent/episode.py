@@ -235,17 +235,17 @@ class _Roles:
         soft_on = soft_read_on(self.executor) if self.delivery.soft else "never"
         request = replace(compile_request(step), soft_on=soft_on)
         with _failures_as(CompilerFailure):
-            made, record.seconds["compiler"] = await self._answer(compiler, compiler.compile, request)
-        record.note_compilation(made)
-        return replace(step, emission=made.emission, soft=made.soft if self.delivery.soft else None)
+            compilation, record.seconds["compiler"] = await self._answer(compiler, compiler.compile, request)
+        record.note_compilation(compilation)
+        return replace(step, emission=compilation.emission, soft=compilation.soft if self.delivery.soft else None)
 
     async def _act(self, step: StepInput, record: StepRecord) -> Action:
         """Have the executor choose one action."""
         request = executor_request(step, self.executor)
         with _failures_as(ExecutorFailure):
-            made, seconds = await self._answer(self.executor, self.executor.act, request)
-        record.note_action(request, made, seconds)
-        return made
+            action, seconds = await self._answer(self.executor, self.executor.act, request)
+        record.note_action(request, action, seconds)
+        return action
 
     async def _answer(self, owner: object, backend: Backend, request: object) -> tuple[Any, float]:
         """Return the backend's result, and its seconds (of a batch, its share).
@@ -264,10 +264,10 @@ class _Roles:
             arguments = request, EpisodeContext(plan, self.task.id, self.limits.seed)
         planned = time.perf_counter() - started
         if batched:
-            made, seconds = await self.batcher.call(self.index, backend, *arguments)
-            return made, planned + seconds
-        [made] = await _call(self.env, backend, *([argument] for argument in arguments))
-        return made, time.perf_counter() - started
+            result, seconds = await self.batcher.call(self.index, backend, *arguments)
+            return result, planned + seconds
+        [result] = await _call(self.env, backend, *([argument] for argument in arguments))
+        return result, time.perf_counter() - started
 
 
 # -- many episodes ----------------------------------------------------------------------------------------------------

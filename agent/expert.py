@@ -1,4 +1,4 @@
-"""The expert teacher: compiler and executor made from the environment's expert plan. Offline and deterministic.
+"""The expert teacher: compiler and executor based on the environment's expert plan. Offline and deterministic.
 
 The plan says what is needed next. Guidance cites M alone: while a thing is to be found, it names the place where the
 entries found such a thing. Entries of this scene come first, by name and in the order of M. Entries of other scenes
@@ -25,8 +25,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal
 
 from agent.records import Episode, EpisodeContext
-from compiler.brief_state import MOST as MOST_SUBGOALS
-from compiler.brief_state import PLAN, BriefState, Create, Delete, Fold, Op, Update
+from compiler.brief_state import MAX_ITEMS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from envs.household.trajectories import taken
@@ -85,8 +84,8 @@ class ExpertTeacher:
 
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         """Write one emission per request, in order."""
-        made = [self.emission(r, context.plan) for r, context in zip(requests, contexts, strict=True)]
-        return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
+        emissions = [self.emission(r, context.plan) for r, context in zip(requests, contexts, strict=True)]
+        return [Compilation(render(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
         """Explain why each episode succeeded, or return how it stopped."""
@@ -256,7 +255,7 @@ class ExpertTeacher:
         """Synchronise the state's subgoals with the rest of the plan."""
         mine = (entry.provenance.actions for entry in request.memory if of_scene(request.goal, entry))
         shown = frozenset(command for actions in mine for command in actions)
-        left = self.reader.subgoals(plan, request.goal, shown)[:MOST_SUBGOALS]
+        left = self.reader.subgoals(plan, request.goal, shown)[:MAX_ITEMS]
         known = [state.current, *state.pending] if state.current else []
         if not left:
             return []

@@ -32,11 +32,11 @@ class GatedTeacher:
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Any]:
         """Return one compilation per request, in order, or the exception that the teacher returned for it."""
         more = [contexts] if self.needs_expert else []
-        made = self.teacher.compile(requests, *more)
-        return [self._gate(*row) for row in zip(requests, contexts, made, strict=True)]
+        compilations = self.teacher.compile(requests, *more)
+        return [self._gate(*row) for row in zip(requests, contexts, compilations, strict=True)]
 
-    def _gate(self, request: CompileRequest, context: EpisodeContext, made: Compilation | Exception) -> Any:
-        if isinstance(made, Exception) or not request.history or made.emission.guidance:
-            return made
+    def _gate(self, request: CompileRequest, context: EpisodeContext, compilation: Compilation | Exception) -> Any:
+        if isinstance(compilation, Exception) or not request.history or compilation.emission.guidance:
+            return compilation
         gated = random.Random(f"{context.seed} {context.task_id}").random() < self.share
-        return replace(made, applies_ops=not gated)
+        return replace(compilation, applies_ops=not gated)

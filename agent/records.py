@@ -156,28 +156,29 @@ class StepRecord:
     compilation: Compilation | None = None
     decision: Action | None = None
 
-    def note_compilation(self, made: Compilation) -> None:
+    def note_compilation(self, compilation: Compilation) -> None:
         """Record the compilation."""
-        self.emission_text, self.emission_kind = made.text, str(made.emission.kind)
-        self.parse_error = str(made.parse_error) if made.parse_error else None
-        self.guidance, self.reason = made.emission.guidance, made.emission.reason
-        self.compiler_prompt_ids, self.emission_ids = made.prompt_ids, made.emission_ids
-        self._note_tokens("compiler", made)
-        self.compilation = made
-        if made.mu is not None and made.log_sigma is not None and made.z is not None:
+        self.emission_text, self.emission_kind = compilation.text, str(compilation.emission.kind)
+        self.parse_error = str(compilation.parse_error) if compilation.parse_error else None
+        self.guidance, self.reason = compilation.emission.guidance, compilation.emission.reason
+        self.compiler_prompt_ids, self.emission_ids = compilation.prompt_ids, compilation.emission_ids
+        self._note_tokens("compiler", compilation)
+        self.compilation = compilation
+        if compilation.mu is not None and compilation.log_sigma is not None and compilation.z is not None:
             self.soft = {
-                "n": float(len(made.mu)),
-                "mu_norm": made.mu.norm(dim=-1).mean().item(),
-                "sigma_mean": made.log_sigma.exp().mean().item(),
-                "z_norm": made.z.norm(dim=-1).mean().item(),
+                "n": float(len(compilation.mu)),
+                "mu_norm": compilation.mu.norm(dim=-1).mean().item(),
+                "sigma_mean": compilation.log_sigma.exp().mean().item(),
+                "z_norm": compilation.z.norm(dim=-1).mean().item(),
             }
 
-    def note_action(self, request: ExecutorRequest, made: Action, seconds: float) -> None:
+    def note_action(self, request: ExecutorRequest, action: Action, seconds: float) -> None:
         """Record prompt and action. A second call at one step adds its tokens and seconds to the first's."""
-        self.action, self.grounding, self.executor_text, self.decision = made.action, str(made.how), made.text, made
-        self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), made.prompt_ids
+        self.action, self.grounding, self.executor_text = action.action, str(action.how), action.text
+        self.decision = action
+        self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
         self.soft_read = request.delivered.n_soft > 0
-        self._note_tokens("executor", made)
+        self._note_tokens("executor", action)
         self.seconds["executor"] = self.seconds.get("executor", 0.0) + seconds
 
     def note_transition(self, transition: Transition) -> None:
@@ -188,8 +189,8 @@ class StepRecord:
         """Return the step as memory systems read it."""
         return Record(self.t, self.observation, self.action, self.feedback, refused(self), self.progress)
 
-    def _note_tokens(self, role: str, made: Compilation | Action) -> None:
-        for way, count in (("in", made.tokens_in), ("out", made.tokens_out), ("cached", made.tokens_cached)):
+    def _note_tokens(self, role: str, output: Compilation | Action) -> None:
+        for way, count in (("in", output.tokens_in), ("out", output.tokens_out), ("cached", output.tokens_cached)):
             if count is not None:
                 self.tokens[f"{role}_{way}"] = self.tokens.get(f"{role}_{way}", 0) + count
 

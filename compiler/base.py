@@ -119,7 +119,7 @@ class TokenCompiler:
         # One copy from the device per batch. Rows are cloned, since a view would keep the whole batch in memory.
         rows = torch.cat([tensor.float().flatten(1) for tensor in of_soft.values()], 1).cpu()
         sizes = [tensor[0].numel() for tensor in of_soft.values()]
-        made = []
+        compilations = []
         for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
             text, parsed = self.parsed(draft.ids, draft.truncated)
             compilation = Compilation(
@@ -141,8 +141,8 @@ class TokenCompiler:
                     setattr(compilation, name, part.view(tensor.shape[1:]).clone())
                 compilation.noise = compilation.noise if temperature else None
                 compilation.tokens_out += z.shape[1]
-            made.append(compilation)
-        return made
+            compilations.append(compilation)
+        return compilations
 
 
 def _draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by: Generators) -> Tensor:

@@ -6,8 +6,8 @@ task progress: creating it sets current and pending subgoals from a `; `-separat
 deleting clears them. Every other key is a belief.
 
 Beliefs last until they are updated or deleted. Fold completes the current subgoal and leaves beliefs unchanged. The
-state is bounded: it holds the `MOST` latest beliefs and the `MOST` latest completed subgoals. A plan of more subgoals,
-or a text of more than `LONGEST` characters, makes an operation fail.
+state is bounded: it holds the `MAX_ITEMS` latest beliefs and the `MAX_ITEMS` latest completed subgoals. An operation
+fails if its plan has more subgoals, or a text has more than `MAX_CHARACTERS` characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from runtime.text import without_newlines
 
 PLAN = "plan"
-MOST, LONGEST = 32, 200
+MAX_ITEMS, MAX_CHARACTERS = 32, 200
 
 
 class BriefStateError(ValueError):
@@ -86,7 +86,7 @@ class BriefState:
             case Fold(summary):
                 _require(bool(self.current), "fold: no current subgoal")
                 _require_short("fold", summary)
-                return replace(self, completed=(*self.completed, summary)[-MOST:])._with_plan(self.pending)
+                return replace(self, completed=(*self.completed, summary)[-MAX_ITEMS:])._with_plan(self.pending)
             case Create(key, value) if key == PLAN:
                 _require(not planned, "create: there is a plan already")
                 return self._with_plan(_subgoals("create", value))
@@ -99,7 +99,7 @@ class BriefState:
             case Create(key, value):
                 _require(key not in known, f"create: key exists: {key}")
                 _require_short("create", key, value)
-                return replace(self, beliefs=(*self.beliefs, Belief(key, value))[-MOST:])
+                return replace(self, beliefs=(*self.beliefs, Belief(key, value))[-MAX_ITEMS:])
             case Update(key, value):
                 _require(key in known, f"update: no such key: {key}")
                 _require_short("update", value)
@@ -126,12 +126,15 @@ def _require(holds: bool, error: str) -> None:
 
 
 def _require_short(operation: str, *texts: str) -> None:
-    _require(max(map(len, texts), default=0) <= LONGEST, f"{operation}: a text of more than {LONGEST} characters")
+    _require(
+        max(map(len, texts), default=0) <= MAX_CHARACTERS,
+        f"{operation}: a text of more than {MAX_CHARACTERS} characters",
+    )
 
 
 def _subgoals(operation: str, value: str) -> list[str]:
     subgoals = _texts(value)
-    _require(len(subgoals) <= MOST, f"{operation}: a plan of more than {MOST} subgoals")
+    _require(len(subgoals) <= MAX_ITEMS, f"{operation}: a plan of more than {MAX_ITEMS} subgoals")
     _require_short(operation, *subgoals)
     return subgoals
 

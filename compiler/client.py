@@ -156,7 +156,7 @@ class CompileBody(Body):
         )
 
 
-class Seconds(Body):
+class Timings(Body):
     """How long a request took."""
 
     queue: float
@@ -183,34 +183,36 @@ class CompileReply(Body):
     tokens_out: int
     cached_tokens: int | None  # of tokens_in, from the prefix cache; null without one
     weight_version: int
-    seconds: Seconds
+    seconds: Timings
 
     @classmethod
     def of(
         cls,
-        made: Compilation,
+        compilation: Compilation,
         tensors: tuple[TensorName, ...],
         emb_std: float | None,
         seed: int | None,
-        seconds: Seconds,
+        seconds: Timings,
     ) -> CompileReply:
         """Write a compilation as a reply with these tensors."""
-        sent: dict[str, Tensor | None] = {name: getattr(made, name) if name in tensors else None for name in TENSORS}
+        sent: dict[str, Tensor | None] = {
+            name: getattr(compilation, name) if name in tensors else None for name in TENSORS
+        }
         bodies = {name: None if tensor is None else TensorBody.of(tensor) for name, tensor in sent.items()}
         return cls(
-            text=made.text,
-            kind=made.emission.kind,
-            parse_error=made.parse_error,
-            prompt_ids=made.prompt_ids,
-            emission_ids=made.emission_ids,
-            text_logprobs=_floats(made.text_logprobs),
-            latent_logprobs=_floats(made.latent_logprobs),
+            text=compilation.text,
+            kind=compilation.emission.kind,
+            parse_error=compilation.parse_error,
+            prompt_ids=compilation.prompt_ids,
+            emission_ids=compilation.emission_ids,
+            text_logprobs=_floats(compilation.text_logprobs),
+            latent_logprobs=_floats(compilation.latent_logprobs),
             emb_std=emb_std,
             seed=seed,
-            tokens_in=made.tokens_in,
-            tokens_out=made.tokens_out,
-            cached_tokens=made.tokens_cached,
-            weight_version=made.weight_version,
+            tokens_in=compilation.tokens_in,
+            tokens_out=compilation.tokens_out,
+            cached_tokens=compilation.tokens_cached,
+            weight_version=compilation.weight_version,
             seconds=seconds,
             **bodies,
         )

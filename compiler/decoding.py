@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compiler.base import Draft, Generators
-from compiler.prefixes import Prefixes, read
+from compiler.prefixes import Prefixes, read_prompts
 from compiler.records import Decoding, Wanted
 from configs.models import Speed
 from lm.backbone import Backbone, Batch
@@ -35,7 +35,7 @@ MAX_NGRAM = 3  # tokens that a guess matches at first; it falls back to fewer
 MIN_SHRINK = 4  # a smaller batch does not shrink: reading its memory tokens apart costs what shrinking saves
 
 
-class Writer(Protocol):
+class DecodableCompiler(Protocol):
     """What a decoder uses of its compiler."""
 
     backbone: Backbone
@@ -64,7 +64,7 @@ class Decoder:
 
     def __init__(
         self,
-        compiler: Writer,
+        compiler: DecodableCompiler,
         prompts: Sequence[Prompt],
         memories: Sequence[Hashable],
         by: Generators,
@@ -77,7 +77,7 @@ class Decoder:
         self.drafted, self.shrinks = compiler.speed.drafts * able, compiler.speed.shrink and able
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of the chosen tokens, by pass
         prefixes = compiler.current_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
-        reading = read(self.backbone, prompts, memories, prefixes)
+        reading = read_prompts(self.backbone, prompts, memories, prefixes)
         self.cache, self.mask, self.position = reading.cache, reading.mask, reading.position
         self.padded = reading.padded  # whether the mask may hide anything
         self.hidden, self.cached = reading.hidden, reading.cached if prefixes.budget else None

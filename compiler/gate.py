@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 FILE, HEAD = "need.safetensors", "need"
 WIDTH = 2**13  # dimensions of phi
-MANY = 3  # counts of shared words are capped here
+MAX_SHARED = 3  # counts of shared words are capped here
 FEATURES = "2"  # version of phi: a gate that was fitted to another version is refused
-CS = (0.01, 0.1, 1.0)  # inverse regularisation strengths to choose from
+STRENGTHS = (0.01, 0.1, 1.0)  # inverse regularisation strengths to choose from
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -79,7 +79,7 @@ def _tokens(request: CompileRequest) -> list[str]:
         lines[head] = set(said), set(pairwise(said))
     for (head, one), (other, two) in combinations(lines.items(), 2):
         for what, a, b in zip(("words", "pairs"), one, two, strict=True):
-            found.append(f"{head} {other} {what} {min(len(a & b), MANY)}")
+            found.append(f"{head} {other} {what} {min(len(a & b), MAX_SHARED)}")
     return found
 
 
@@ -92,7 +92,7 @@ def fit(
     fewest held-out steps. Return the gate, and its C, share of compiled steps and recall.
     """
     found = []
-    for c in CS:
+    for c in STRENGTHS:
         head = fit_head(x, guided, c)
         p = head(held_x)
         ranked = np.sort(p[held_guided == 1])[::-1]

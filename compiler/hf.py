@@ -104,11 +104,11 @@ class MemoryCompiler(TokenCompiler, nn.Module):
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
         self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
     ) -> list[Compilation]:
-        size, made = self.decoding.batch_size, []
+        size, compilations = self.decoding.batch_size, []
         for at in range(0, len(requests), size):
             own = seeds and seeds[at : at + size]
-            made += super().compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
-        return made
+            compilations += super().compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
+        return compilations
 
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted

@@ -98,7 +98,7 @@ class Prefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class _Group:
     """The rows of a batch that share a memory, and the size of their common prefix in tokens and pictures."""
 
     memory: Hashable
@@ -109,7 +109,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PromptReading:
     """A batch of B prompts in a cache of T columns."""
 
     cache: DynamicCache
@@ -120,7 +120,9 @@ class Reading:
     padded: bool  # whether the mask hides anything
 
 
-def read(backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes) -> Reading:
+def read_prompts(
+    backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes
+) -> PromptReading:
     """Read prompts, each of which begins with the task memory of this key."""
     groups = _groups(backbone, prompts, memories, prefixes)
     of_row = {i: group for group in groups for i in group.rows}
@@ -137,23 +139,23 @@ def read(backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hasha
         if group.cached is None and not group.tokens:
             prefixes.keep(group.memory, Prefix.of(cache, group.rows[0], mask.shape[1], prompts[group.rows[0]]))
     cached = tuple(of_row[i].tokens if of_row[i].cached else 0 for i in range(len(prompts)))
-    return Reading(cache, mask, whole.next_positions, hidden, cached, padded)
+    return PromptReading(cache, mask, whole.next_positions, hidden, cached, padded)
 
 
 def _groups(
     backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes
-) -> list[Group]:
+) -> list[_Group]:
     groups = []
     for memory in dict.fromkeys(memories):
         rows = tuple(i for i, m in enumerate(memories) if m == memory)
         cached = prefixes.find(memory)
         common = backbone.common([*([cached.prompt] if cached else []), *(prompts[i] for i in rows)])
-        groups.append(Group(memory, rows, cached if common[0] else None, *common))
+        groups.append(_Group(memory, rows, cached if common[0] else None, *common))
     return groups
 
 
 def _begin(
-    backbone: Backbone, prompts: Sequence[Prompt], groups: Sequence[Group], cache: DynamicCache, prefixes: Prefixes
+    backbone: Backbone, prompts: Sequence[Prompt], groups: Sequence[_Group], cache: DynamicCache, prefixes: Prefixes
 ) -> Tensor:
     """Fill the cache with the shared prefixes; return its mask (B, P)."""
     width = max(group.tokens for group in groups)

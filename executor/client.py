@@ -147,14 +147,14 @@ class RemoteExecutor(TokenExecutor):
         self, prompts: Sequence[Prompt], paths: Sequence[tuple[int, ...]], settings: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the server's choice for each prompt, continued by its path."""
-        asked = list(zip(prompts, paths, settings, strict=True))
-        made: list[dict[str, Any]] = [{}] * len(asked)
+        rows = list(zip(prompts, paths, settings, strict=True))
+        choices: list[dict[str, Any]] = [{}] * len(rows)
         for path, of_parts in (("/v1/completions", False), ("/v1/chat/completions", True)):
-            mine = [i for i, (prompt, _, _) in enumerate(asked) if _has_parts(prompt) == of_parts]
-            bodies = [self._body(*asked[i]) for i in mine]
+            mine = [i for i, (prompt, _, _) in enumerate(rows) if _has_parts(prompt) == of_parts]
+            bodies = [self._body(*rows[i]) for i in mine]
             for i, answer in zip(mine, self.server.post_all(path, bodies) if mine else (), strict=True):
-                made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
-        return made
+                choices[i] = self._choice(answer, (*rows[i][0].ids, *rows[i][1]))
+        return choices
 
     def encode(self, request: ExecutorRequest) -> Prompt:
         """Encode a request. Raises: ValueError, if a text part spells a special token."""

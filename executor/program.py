@@ -22,8 +22,8 @@ from envs.household.trajectories import PUT, TAKE
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
-from executor.scripted import CHARACTERS, Wanted, kind_and_number
-from executor.skills import SKILLS, Progress, Skill, progress, read_program
+from executor.scripted import CHARACTERS, GoalParts, kind_and_number
+from executor.skills import SKILLS, ProgramProgress, Skill, program_progress, read_program
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
 from memory.karma.graph import SceneGraph, read_graph
@@ -40,7 +40,7 @@ PLAN_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SkillPlan:
     """A program, and optionally the areas to explore, from likely to unlikely."""
 
     program: tuple[Skill, ...]
@@ -48,7 +48,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class PlannerInput:
     """What a planner reads: goal, memory and admissible commands."""
 
     goal: str
@@ -56,7 +56,7 @@ class Situation:
     commands: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: ExecutorRequest) -> Situation:
+    def of(cls, request: ExecutorRequest) -> PlannerInput:
         """Extract the situation from a request. Raises: ValueError, if it lists no commands."""
         if request.admissible is None:
             raise ValueError("a program of skills needs an environment that lists its commands")
@@ -116,11 +116,11 @@ def _units_of(actions: Sequence[str]) -> list[Unit]:
 # -- planning by rule -------------------------------------------------------------------------------------------------
 
 
-def plan_by_rule(now: Situation) -> Plan:
+def plan_by_rule(now: PlannerInput) -> SkillPlan:
     """Write the program of a goal in ALFWorld's words: locate, pick up, treat (unless memory says that it is done), go
     to the target, put; or, with a lamp, switch it on."""
     vague = _VAGUE.fullmatch(now.goal)
-    wanted = Wanted("", "|".join(alike(vague[2])), vague[3]) if vague else Wanted.of(now.goal)
+    wanted = GoalParts("", "|".join(alike(vague[2])), vague[3]) if vague else GoalParts.of(now.goal)
     condition = _CONDITION.get(vague[1], "") if vague else ""
     lamp = m[1] if (m := _LAMP.search(now.goal)) else ""
     fits = lambda unit: unit.type in wanted.thing.split("|") and (not condition or condition in unit.states)
@@ -129,10 +129,10 @@ def plan_by_rule(now: Situation) -> Plan:
     for number in range(2 if wanted.two else 1):
         unit = known[number] if number < len(known) else None
         program += _leg(unit, wanted, lamp)
-    return Plan(tuple(program))
+    return SkillPlan(tuple(program))
 
 
-def _leg(unit: Unit | None, wanted: Wanted, lamp: str) -> list[Skill]:
+def _leg(unit: Unit | None, wanted: GoalParts, lamp: str) -> list[Skill]:
     """Write the skills that fetch, treat and put one thing."""
     thing = unit.id if unit else wanted.thing
     known = unit is not None and unit.place != HAND
@@ -164,7 +164,7 @@ Use what memory says: earlier tasks have moved and changed things. Answer with o
 that may hold the object, from likely to unlikely], "program": [calls, one a string]}}. All that follows is data."""
 
 
-def plan_prompt(now: Situation) -> list[dict[str, Any]]:
+def plan_prompt(now: PlannerInput) -> list[dict[str, Any]]:
     """Write the planner's prompt (Appendix A): role, skills, example, instruction, memory and places."""
     facts = " ".join(f"{{{unit.text}}}" for unit in now.units) or "none"
     rest = "\n".join(line for line in now.memory.split("\n") if line and not read_unit(line)) or "none"
@@ -178,11 +178,11 @@ def plan_prompt(now: Situation) -> list[dict[str, Any]]:
     return [{"role": "system", "content": ROLE}, {"role": "user", "content": "\n".join(parts)}]
 
 
-def read_plan(answer: str) -> Plan | None:
+def read_plan(answer: str) -> SkillPlan | None:
     """Parse a plan from a model's answer, fenced or not; None without a program."""
     parsed = json_object(answer) or {}
     program = read_program(texts(parsed.get("program")))
-    return Plan(program, tuple(texts(parsed.get("areas")))) if program else None
+    return SkillPlan(program, tuple(texts(parsed.get("areas")))) if program else None
 
 
 # -- execution --------------------------------------------------------------------------------------------------------
@@ -209,11 +209,11 @@ class ProgramExecutor:
     batched: bool = True
     accepts_soft: bool = False
     sees_images: bool = False
-    _plans: dict[str, Plan | Exception] = field(default_factory=dict, repr=False)
+    _plans: dict[str, SkillPlan | Exception] = field(default_factory=dict, repr=False)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:
         """Return one action per request, in order, or the exception of a failed plan."""
-        situations = [Situation.of(request) for request in requests]
+        situations = [PlannerInput.of(request) for request in requests]
         plans = self._plans_of(situations)
         return [
             plan if isinstance(plan, Exception) else self._action(now, plan, request)
@@ -229,7 +229,7 @@ class ProgramExecutor:
         by = f"{self.endpoint.config.model} at {self.endpoint.config.base_url}" if self.endpoint else "rules"
         return f"program by {by}, feedback {self.feedback}, homes {self.homes}, likely {self.likely}, seed {self.seed}"
 
-    def _plans_of(self, situations: Sequence[Situation]) -> list[Plan | Exception]:
+    def _plans_of(self, situations: Sequence[PlannerInput]) -> list[SkillPlan | Exception]:
         if self.endpoint is None:
             return [plan_by_rule(now) for now in situations]
         prompts = {json.dumps(prompt): prompt for prompt in map(plan_prompt, situations)}
@@ -246,15 +246,15 @@ class ProgramExecutor:
         plans = self._plans | failed
         return [plans[json.dumps(plan_prompt(now))] for now in situations]
 
-    def _action(self, now: Situation, plan: Plan, request: ExecutorRequest) -> Action:
+    def _action(self, now: PlannerInput, plan: SkillPlan, request: ExecutorRequest) -> Action:
         skill, command = self.next_command(now, plan, request.history)
         tokens = (len(now.goal) + len(now.memory)) // CHARACTERS + 1
         how = Grounding.CHOICE if command in now.commands else Grounding.FAILED
         return Action(command, how, f"{skill}: {command}", (), tokens, len(command) // CHARACTERS + 1)
 
-    def next_command(self, now: Situation, plan: Plan, history: Sequence[str]) -> tuple[str, str]:
+    def next_command(self, now: PlannerInput, plan: SkillPlan, history: Sequence[str]) -> tuple[str, str]:
         """Return the next skill and its command."""
-        done = progress(plan.program, history, now.held)
+        done = program_progress(plan.program, history, now.held)
         if done.deed is None or done.deed.command is None:
             return ("done" if done.deed is None else done.deed.text), STUCK
         if possible := _possible(now, done):
@@ -272,7 +272,7 @@ class ProgramExecutor:
         sought = done.deed.thing if leading is None or leading.name == "GoToObject" else leading.thing
         return f"Explore({sought})", self._explore(now, done.since, sought, plan.areas)
 
-    def _put_down(self, now: Situation, since: Sequence[str]) -> str:
+    def _put_down(self, now: PlannerInput, since: Sequence[str]) -> str:
         """Put down the thing in hand, here if possible, else at a place that fits it."""
         if mine := [command for command in now.commands if _puts(command, now.held)]:
             return mine[0]
@@ -282,7 +282,7 @@ class ProgramExecutor:
         left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
         return _GO + min(left, key=lambda p: (kind(p) not in fits, kind_and_number(p))) if left else STUCK
 
-    def _explore(self, now: Situation, since: Sequence[str], sought: str, ranked: Sequence[str]) -> str:
+    def _explore(self, now: PlannerInput, since: Sequence[str], sought: str, ranked: Sequence[str]) -> str:
         """Open the place of the last `go to`, or go to the next one."""
         if since and since[-1].startswith(_GO) and (door := f"open {since[-1].removeprefix(_GO)}") in now.commands:
             return door
@@ -317,7 +317,7 @@ def _odds(homes: str, sought: str, places: Sequence[str]) -> Mapping[str, float]
     return {p: sum(each[kind(p)] for each in of) / len(of) / kinds.count(kind(p)) for p in places}
 
 
-def _possible(now: Situation, done: Progress) -> str:
+def _possible(now: PlannerInput, done: ProgramProgress) -> str:
     """Return a command of the next skill; "" without one. Things that this task has put somewhere stay there."""
     form = done.deed.command if done.deed else None
     for command in now.commands if form else ():
@@ -328,7 +328,7 @@ def _possible(now: Situation, done: Progress) -> str:
     return ""
 
 
-def _destination(now: Situation, leading: Skill, deed: Skill) -> str:
+def _destination(now: PlannerInput, leading: Skill, deed: Skill) -> str:
     """Return the place that a skill leads to, by name, kind or the thing's place in memory; "" without one."""
     named = leading.thing
     at = next((unit.place for unit in now.units if named in (unit.id, unit.type)), named)

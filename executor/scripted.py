@@ -36,7 +36,7 @@ CHARACTERS = 4  # per token, to estimate token counts without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GoalParts:
     """The requirements of a goal, in ALFWorld's words."""
 
     scene: str
@@ -47,7 +47,7 @@ class Wanted:
     two: bool = False
 
     @classmethod
-    def of(cls, stated: str) -> Wanted:
+    def of(cls, stated: str) -> GoalParts:
         """Parse a goal, with or without its scene."""
         scene, _, goal = stated.removeprefix("in ").rpartition(": ") if stated.startswith("in ") else ("", "", stated)
         thing = m[1] if (m := SOUGHT.search(goal)) else ""
@@ -85,7 +85,7 @@ class ScriptedPlanner:
 def planned(prompt: str, commands: Sequence[str]) -> str:
     """Choose a command from the prompt."""
     before, _, view = prompt.rpartition("see: ")
-    wanted = Wanted.of(before.partition("\n")[0].removeprefix("goal: "))
+    wanted = GoalParts.of(before.partition("\n")[0].removeprefix("goal: "))
     failed = {action for line in _FAILED.findall(before) for action in line.split("; ")}
     possible = [command for command in commands if command not in failed]
     at = m[-1] if (m := _AT.findall(view)) else ""
@@ -103,7 +103,7 @@ def planned(prompt: str, commands: Sequence[str]) -> str:
     return _search(before, sought, wanted.scene, at, places, begins)
 
 
-def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]) -> str:
+def _with(held: str, at: str, wanted: GoalParts, view: str, possible: Sequence[str]) -> str:
     """Return the command that treats, puts or lights the thing in hand here; "" without one."""
     if not wanted.target:
         return next((c for c in possible if (m := USE.fullmatch(c)) and m["thing"] == LAMP), "")
@@ -113,7 +113,7 @@ def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]
     return next(puts, "") or (f"open {at}" if at.startswith(wanted.target) and f"open {at}" in possible else "")
 
 
-def _untreated(at: str, wanted: Wanted, view: str) -> bool:
+def _untreated(at: str, wanted: GoalParts, view: str) -> bool:
     """Return whether the thing in hand needs treatment: it was just picked up, or it is not at its target, and the view
     does not report the treatment."""
     if not wanted.treat or f"You {wanted.treat} the {wanted.thing}" in view:
@@ -121,7 +121,7 @@ def _untreated(at: str, wanted: Wanted, view: str) -> bool:
     return "You pick up" in view or kind_and_number(at)[0] != wanted.target
 
 
-def _without(at: str, wanted: Wanted, possible: Sequence[str]) -> str:
+def _without(at: str, wanted: GoalParts, possible: Sequence[str]) -> str:
     """Return the command that takes the thing or opens the place here; "" without one. In goals with two things, one at
     the target stays there."""
     takes = [m for c in possible if (m := TAKE.fullmatch(c)) and m["thing"] == wanted.thing]

@@ -1,8 +1,8 @@
 """Programs of skills (KARMA, Appendix D): parsing, and progress through a program.
 
-A program is planned once per task. Progress follows from the actions of the episode alone: what was taken, put, treated
-or switched, in the program's order. Leading skills (`GoToObject`, `Explore`) are done when the skill behind them is
-possible.
+A program is planned once per task. Its progress follows from the actions of the episode alone: what was taken, put,
+treated or switched, in the program's order. Leading skills (`GoToObject`, `Explore`) are done when the skill behind
+them is possible.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def read_program(lines: Sequence[str]) -> tuple[Skill, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress through a program."""
+class ProgramProgress:
+    """ProgramProgress through a program."""
 
     leading: Skill | None  # the leading skill before the next deed
     deed: Skill | None  # the next skill that changes something; None at the end of the program
@@ -78,7 +78,7 @@ class Progress:
     put: frozenset[str]  # places where things were put
 
 
-def progress(program: Sequence[Skill], history: Sequence[str], held: str) -> Progress:
+def program_progress(program: Sequence[Skill], history: Sequence[str], held: str) -> ProgramProgress:
     """Follow a program through the actions of the episode; `held` is the thing in hand."""
     at, put, leading = 0, set[str](), None
     for skill in program:
@@ -89,11 +89,11 @@ def progress(program: Sequence[Skill], history: Sequence[str], held: str) -> Pro
         done = next((n for n, action in enumerate(history[at:], at) if form and form.fullmatch(action)), None)
         in_hand = skill.name == "PickupObject" and re.fullmatch(_named(skill.thing), held)
         if done is None and not in_hand:
-            return Progress(leading, skill, tuple(history[at:]), frozenset(put))
+            return ProgramProgress(leading, skill, tuple(history[at:]), frozenset(put))
         if done is not None:
             found = form.fullmatch(history[done]) if form else None
             if found and skill.name == "PutObject":
                 put.add(found["place"])
             at = done + 1
         leading = None
-    return Progress(None, None, tuple(history[at:]), frozenset(put))
+    return ProgramProgress(None, None, tuple(history[at:]), frozenset(put))

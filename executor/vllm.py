@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SOFT_PARTS = "_prompt_embeds"  # key of a chat message's `prompt_embeds` in vLLM 0.31
 
 
-class _Request(NamedTuple):
+class _VllmRequest(NamedTuple):
     """A request for vLLM, and the ids that the model must read."""
 
     ids: tuple[int, ...]
@@ -117,7 +117,7 @@ class VllmExecutor(TokenExecutor):
         return list(flat.split([len(names) for names in candidates]))
 
     def _scores(
-        self, requests: Sequence[_Request], actions: Sequence[Sequence[int]], past_cache: bool
+        self, requests: Sequence[_VllmRequest], actions: Sequence[Sequence[int]], past_cache: bool
     ) -> list[float | None]:
         """Score each request's last tokens, `actions`; None where the prefix cache held some of them."""
         from vllm import SamplingParams
@@ -130,26 +130,26 @@ class VllmExecutor(TokenExecutor):
         outputs = self._run(requests, [params] * len(requests))
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
-    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _Request:
+    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _VllmRequest:
         """Write prompt and continuation for vLLM."""
         ids, config = (*prompt.ids, *then), self.llm.model_config
         if prompt.soft is None:
-            return _Request(ids, request_of(self.encoder, prompt, then))
+            return _VllmRequest(ids, request_of(self.encoder, prompt, then))
         if prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = prompt.soft.to("cpu", config.dtype)
         if prompt.images:  # vLLM expands the one place of each picture and of the soft tokens
             folded = [*self.encoder.folded(prompt.ids, soft=True), *then]
             pictures = {"multi_modal_data": {"image": list(prompt.images)}}
-            return _Request(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
+            return _VllmRequest(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
         is_soft = torch.tensor(ids) == self.placeholder
         is_soft[len(prompt.ids) :] = False
         embeddings = torch.zeros(len(ids), soft.shape[1], dtype=config.dtype)
         embeddings[is_soft] = soft
         mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
-        return _Request(ids, {"prompt_token_ids": list(ids), **mixed})
+        return _VllmRequest(ids, {"prompt_token_ids": list(ids), **mixed})
 
-    def _run(self, requests: Sequence[_Request], params: Sequence[Any]) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[_VllmRequest], params: Sequence[Any]) -> list[RequestOutput]:
         sent = [dict(r.request) for r in requests]  # copies, since vLLM changes them
         outputs = [output for output in run(self.llm, sent, params) if output is not None]
         if any(SOFT_PARTS in request for request in sent):

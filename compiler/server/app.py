@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
-from compiler.client import CompileBody, CompileReply, Seconds
+from compiler.client import CompileBody, CompileReply, Timings
 from compiler.records import Compilation
 from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
@@ -60,9 +60,9 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
             compiler = service.check_ready()
             sent = await call.body()
             job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
-            made = await call.result(job)
-            times = Seconds(queue=job.queue_s, compile=job.compile_s)
-            reply = CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
+            compilation = await call.result(job)
+            times = Timings(queue=job.queue_s, compile=job.compile_s)
+            reply = CompileReply.of(compilation, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.get("/health")

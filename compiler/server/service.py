@@ -78,11 +78,11 @@ class ServiceMetrics:
         Gauge("ready", "1 where /ready answers 200.", **here).set_function(ready)
         Gauge("waiting", "Requests in the queue.", **here).set_function(waiting)
 
-    def count_batch(self, jobs: Sequence[CompileJob], made: Sequence[Compilation]) -> None:
+    def count_batch(self, jobs: Sequence[CompileJob], compilations: Sequence[Compilation]) -> None:
         """Record one compiled batch."""
         self.batches.inc()
         self.compiled.observe(jobs[0].compile_s)
-        for job, compilation in zip(jobs, made, strict=True):
+        for job, compilation in zip(jobs, compilations, strict=True):
             self.queued.observe(job.queue_s)
             self.compilations.inc()
             self.tokens_in.inc(compilation.tokens_in)
@@ -213,7 +213,7 @@ class CompilerService:
         started, seeds = time.perf_counter(), [job.seed for job in jobs if job.seed is not None]
         default, compiler.decoding = compiler.decoding, jobs[0].decoding
         try:
-            made = compiler.compile(
+            compilations = compiler.compile(
                 [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
             )
         except Exception as error:
@@ -230,8 +230,8 @@ class CompilerService:
             compiler.decoding = default
         for job in jobs:
             job.queue_s, job.compile_s = started - job.since, time.perf_counter() - started
-        self.metrics.count_batch(jobs, made)
-        for job, compilation in zip(jobs, made, strict=True):
+        self.metrics.count_batch(jobs, compilations)
+        for job, compilation in zip(jobs, compilations, strict=True):
             _settle(job, compilation)
 
     def _refusal(self, error: Exception) -> Refusal:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.brief_state import (
-    LONGEST,
-    MOST,
+    MAX_CHARACTERS,
+    MAX_ITEMS,
     Belief,
     BriefState,
     Create,
@@ -169,27 +169,27 @@ def test_operations_make_new_states_and_one_that_fails_changes_nothing(state, op
 @given(st.lists(st.one_of(ops, st.builds(Create, words, st.just("y" * 300))), min_size=60, max_size=90))
 def test_a_state_is_bounded_whatever_is_written(operations):
     state, _ = apply_ops([Create("plan", "; ".join("abc")), *operations], BriefState("g"))
-    many = [Create(f"key {i}", str(i)) for i in range(2 * MOST)]
-    for operation in [*many, *(op for i in range(MOST) for op in (Update("plan", f"{i}; x"), Fold(f"did {i}")))]:
+    many = [Create(f"key {i}", str(i)) for i in range(2 * MAX_ITEMS)]
+    for operation in [*many, *(op for i in range(MAX_ITEMS) for op in (Update("plan", f"{i}; x"), Fold(f"did {i}")))]:
         state, _ = apply_ops([operation], state)
     texts = (*state.completed, state.current, *state.pending, *(t for b in state.beliefs for t in (b.key, b.value)))
-    assert max(map(len, texts)) <= LONGEST
-    assert len(state.beliefs) == MOST and len(state.completed) <= MOST and len(state.pending) < MOST
+    assert max(map(len, texts)) <= MAX_CHARACTERS
+    assert len(state.beliefs) == MAX_ITEMS and len(state.completed) <= MAX_ITEMS and len(state.pending) < MAX_ITEMS
     assert parse_brief_state(render_brief_state(state)) == state
 
 
 def test_the_belief_that_was_written_longest_ago_makes_room():
-    full, errors = apply_ops([Create(f"k{i}", "v") for i in range(MOST)], BriefState("g"))
-    assert not errors and len(full.beliefs) == MOST
+    full, errors = apply_ops([Create(f"k{i}", "v") for i in range(MAX_ITEMS)], BriefState("g"))
+    assert not errors and len(full.beliefs) == MAX_ITEMS
     after, errors = apply_ops([Update("k0", "again"), Create("new", "v")], full)
-    assert not errors and len(after.beliefs) == MOST
+    assert not errors and len(after.beliefs) == MAX_ITEMS
     assert after.belief("k1") is None and after.belief("k0") == "again" and after.beliefs[-1] == Belief("new", "v")
 
 
 def test_a_plan_or_a_text_that_is_too_long_is_an_operation_that_fails():
     state = BriefState("g")
-    plan = "; ".join(f"step {i}" for i in range(MOST + 1))
-    long = "x" * (LONGEST + 1)
+    plan = "; ".join(f"step {i}" for i in range(MAX_ITEMS + 1))
+    long = "x" * (MAX_CHARACTERS + 1)
     after, errors = apply_ops([Create("plan", plan), Create("k", long), Create(long, "v"), Create("plan", long)], state)
     assert after == state and errors == (
         "create: a plan of more than 32 subgoals",

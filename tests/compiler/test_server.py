@@ -24,7 +24,7 @@ import torch
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from compiler.brief_state import Belief, BriefState
-from compiler.client import CompileBody, CompileReply, RemoteCompiler, SamplingBody, Seconds, TensorBody
+from compiler.client import CompileBody, CompileReply, RemoteCompiler, SamplingBody, TensorBody, Timings
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
@@ -355,7 +355,7 @@ def test_tensors_keep_every_bit() -> None:
 
 def test_a_reply_that_this_version_reads_differently_is_refused() -> None:
     made = Compilation("> go", Emission("go"))
-    reply = CompileReply.of(made, (), None, None, Seconds(queue=0, compile=0))
+    reply = CompileReply.of(made, (), None, None, Timings(queue=0, compile=0))
     assert reply.compilation(tiny_models.request(0)).emission == made.emission
     with pytest.raises(ValueError, match="reads its emission as BRIEF, this client as EXPERIENCE"):
         reply.model_copy(update={"kind": "BRIEF"}).compilation(tiny_models.request(0))
