@@ -1,11 +1,10 @@
 """Decoding of the Hugging Face backend: emissions are sampled with a KV cache, memory tokens are read in a second pass.
 
-Four optimisations leave the output unchanged (`configs.models.Speed`):
+Three optimisations leave the output unchanged (`configs.models.Speed`):
 drafts       guessed next tokens are read together with the last token: those that followed the last n-gram where it
              occurred before in prompt and emission. A guess is accepted if the model chooses the same token, so greedy
              emissions stay the same. So do sampled ones of a row with its own generator, which draws once per token.
              Rejected guesses are hidden by mask and position, or cropped.
-shrink       finished rows leave the batch, their memory tokens read, once they are half of it.
 prefixes     the KV cache of prompt prefixes is reused from step to step (`compiler.prefixes`).
 second_pass  memory tokens are read only where the executor reads the soft tokens.
 
@@ -20,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from compiler.base import Draft, Generators
 from compiler.prefixes import Prefixes, read_prompts
@@ -32,7 +30,6 @@ from lm.prompt import Prompt
 from soft_mem.projector import Gaussian, Projector
 
 MAX_NGRAM = 3  # tokens that a guess matches at first; it falls back to fewer
-MIN_SHRINK = 4  # a smaller batch does not shrink: reading its memory tokens apart costs what shrinking saves
 
 
 class DecodableCompiler(Protocol):
@@ -74,7 +71,7 @@ class Decoder:
         self.makes_soft = makes_soft
         independent = compiler.decoding.temperature == 0 or not isinstance(by, torch.Generator)
         able = independent and self.backbone.attends_fully
-        self.drafted, self.shrinks = compiler.speed.drafts * able, compiler.speed.shrink and able
+        self.drafted = compiler.speed.drafts * able
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of the chosen tokens, by pass
         prefixes = compiler.current_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
         reading = read_prompts(self.backbone, prompts, memories, prefixes)
@@ -85,30 +82,24 @@ class Decoder:
     def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has finished or been cancelled; cancelled rows count as truncated."""
         rows = [_Row(i, list(prompt.ids), len(prompt.ids)) for i, prompt in enumerate(self.prompts)]
-        soft: dict[int, Tensor] = {}  # hidden states (N, d) at the memory tokens, by row
-        batch, guesses = rows, [list[int]()] * len(rows)  # the rows in the cache, in its order
-        hidden = self.hidden
+        guesses, hidden = [list[int]()] * len(rows), self.hidden
         while True:
-            self._choose(hidden, batch, guesses)
-            for row in batch:
+            self._choose(hidden, rows, guesses)
+            for row in rows:
                 row.going = row.going and wanted(row.index)
-            going = [row for row in batch if row.going]
-            if not going:
+            if not any(row.going for row in rows):
                 break
-            if self.shrinks and MIN_SHRINK <= len(batch) >= 2 * len(going):
-                batch = self._shrink(batch, soft)
-            guesses = [self._guess(row) for row in batch]
-            hidden = self._read(batch, guesses)
+            guesses = [self._guess(row) for row in rows]
+            hidden = self._read(rows, guesses)
         drafts = self._drafts(rows)
-        places = [place for place, row in enumerate(batch) if self._needs_soft(row)]
-        if places and not self.backbone.attends_fully:  # its recurrent states hold padding too: read everything again
-            again = [(self.prompts[i], drafts[i].ids) for i in places]
-            soft = dict(zip(places, self.compiler.score(*zip(*again, strict=True)).h_soft, strict=True))
-        elif places:
-            few = self.shrinks and MIN_SHRINK <= len(batch) >= 2 * len(places)
-            soft |= self._read_memory_of(batch, places) if few else self._read_memory(batch)
-        nothing = hidden.new_zeros(self.compiler.n_tokens, hidden.shape[-1])
-        return drafts, self.compiler.projector(torch.stack([soft.get(i, nothing) for i in range(len(rows))]))
+        needed = [i for i, draft in enumerate(drafts) if self.makes_soft(i, draft.ids, draft.truncated)]
+        soft = hidden.new_zeros(len(rows), self.compiler.n_tokens, hidden.shape[-1])
+        if needed and not self.backbone.attends_fully:  # its recurrent states hold padding too: read everything again
+            again = [(self.prompts[i], drafts[i].ids) for i in needed]
+            soft[needed] = self.compiler.score(*zip(*again, strict=True)).h_soft
+        elif needed:
+            soft = self._read_memory(rows)
+        return drafts, self.compiler.projector(soft)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -117,23 +108,23 @@ class Decoder:
         most = min(self.drafted, self.compiler.decoding.max_new_tokens - row.length - 1)
         return _until(row.follows(most), self.backbone.suppressed) if row.going and most > 0 else []
 
-    def _read(self, batch: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
+    def _read(self, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
         """Read every row's last token and its guessed tokens: hidden states (b, K, d)."""
         width = 1 + max(map(len, guesses))
-        lines = [[row.ids[-1], *guess] if row.going else [] for row, guess in zip(batch, guesses, strict=True)]
+        lines = [[row.ids[-1], *guess] if row.going else [] for row, guess in zip(rows, guesses, strict=True)]
         tokens = torch.tensor([[*line, *[self.backbone.pad_id] * (width - len(line))] for line in lines])
         real = torch.arange(width) < torch.tensor([len(line) for line in lines])[:, None]
         return self._feed(tokens, real)
 
-    def _choose(self, hidden: Tensor, batch: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> None:
+    def _choose(self, hidden: Tensor, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> None:
         """Choose the token after each column (b, K, d), never a reserved one. Append the tokens up to the first
         rejected guess, and drop the rejected ones from mask, positions and cache."""
         logprobs = self.compiler.logprobs(self.backbone.logits(hidden))
-        tokens = self._sample(logprobs, batch, guesses)
+        tokens = self._sample(logprobs, rows, guesses)
         self.passes.append(logprobs.gather(-1, tokens[..., None]).squeeze(-1))
         chosen, end, limit = tokens.tolist(), self.backbone.end_id, self.compiler.decoding.max_new_tokens
         accepted = []
-        for place, (row, guess) in enumerate(zip(batch, guesses, strict=True)):
+        for place, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
             right = 0
             while right < len(guess) and chosen[place][right] == guess[right] != end:
                 right += 1
@@ -144,7 +135,7 @@ class Decoder:
         if len(self.passes) > 1:  # the first pass reads the prompts' last column only
             self._drop(hidden.shape[1], accepted)
 
-    def _sample(self, logprobs: Tensor, batch: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
+    def _sample(self, logprobs: Tensor, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
         """Draw tokens (b, K) of these log-probabilities (b, K, V).
 
         A row's own generator draws nothing for a finished row or behind a rejected guess, so that neither other rows
@@ -155,7 +146,7 @@ class Decoder:
         if isinstance(self.by, torch.Generator):
             return torch.multinomial(logprobs[:, 0].exp(), 1, generator=self.by)
         tokens = torch.full(logprobs.shape[:2], self.backbone.end_id, dtype=torch.long, device=logprobs.device)
-        for place, (row, guess) in enumerate(zip(batch, guesses, strict=True)):
+        for place, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
             for k in range(1 + len(guess) if row.going else 0):
                 tokens[place, k] = torch.multinomial(logprobs[place, k].exp(), 1, generator=self.by[row.index])
                 if k < len(guess) and int(tokens[place, k]) != guess[k]:
@@ -184,51 +175,14 @@ class Decoder:
         if extra:
             self.cache.crop(-extra)
 
-    # -- the second pass ----------------------------------------------------------------------------------------------
-
-    def _shrink(self, batch: Sequence[_Row], soft: dict[int, Tensor]) -> list[_Row]:
-        """Read the memory tokens of finished rows, and remove these rows from the batch."""
-        going, ended = ([i for i, row in enumerate(batch) if row.going is on] for on in (True, False))
-        rest = self._selected(going)
-        soft |= self._read_memory_of(batch, [i for i in ended if self._needs_soft(batch[i])])
-        self.cache, self.mask, self.position = rest
-        return [batch[i] for i in going]
-
-    def _needs_soft(self, row: _Row) -> bool:
-        """Return whether the soft tokens of a finished row are read."""
-        return self.makes_soft(row.index, *self._ended(row))
-
-    def _ended(self, row: _Row) -> tuple[list[int], bool]:
-        """Return a row's emission with its end of turn, and whether the end was forced."""
-        ids, end = row.ids[row.start :], self.backbone.end_id
-        return (ids, False) if ids[-1] == end else ([*ids, end], True)
-
-    def _read_memory_of(self, batch: Sequence[_Row], places: Sequence[int]) -> dict[int, Tensor]:
-        """Read the memory tokens of some rows, and drop the others' cache."""
-        if not places:
-            return {}
-        self.cache, self.mask, self.position = self._selected(places)
-        return self._read_memory([batch[i] for i in places])
-
-    def _selected(self, places: Sequence[int]) -> tuple[DynamicCache, Tensor, Tensor]:
-        """Copy cache, mask and positions of some rows."""
-        at = to_device(torch.tensor(places), self.mask.device)
-        cache = DynamicCache(config=self.backbone.model.config.get_text_config())
-        layers: list[Any] = self.cache.layers  # full attention in all of them
-        for i, layer in enumerate(layers):
-            cache.update(layer.keys[at], layer.values[at], i)
-        return cache, self.mask[at], self.position.index_select(-2, at)
-
-    def _read_memory(self, batch: Sequence[_Row]) -> dict[int, Tensor]:
-        """Read the end of turn, which is forced in truncated rows, and the memory tokens: hidden states (N, d) at the
-        latter, by row."""
+    def _read_memory(self, rows: Sequence[_Row]) -> Tensor:
+        """Read the end of turn (forced in truncated rows) and the memory tokens: hidden states (b, N, d) of these."""
         n, end = self.compiler.n_tokens, self.backbone.end_id
-        tail = torch.full((len(batch), 2 + n), self.backbone.memory_id)
-        tail[:, :2] = torch.tensor([[row.ids[-1], end] for row in batch])
+        tail = torch.full((len(rows), 2 + n), self.backbone.memory_id)
+        tail[:, :2] = torch.tensor([[row.ids[-1], end] for row in rows])
         real = torch.ones_like(tail, dtype=torch.bool)
         real[:, 0] = tail[:, 0] != end  # a row that wrote its end of turn needs no second one
-        hidden = self._feed(tail, real)[:, -n:]
-        return {row.index: states for row, states in zip(batch, hidden, strict=True)}
+        return self._feed(tail, real)[:, -n:]
 
     def _drafts(self, rows: Sequence[_Row]) -> list[Draft]:
         """Collect the emissions with their log-probabilities, which leave the device here, in one copy."""
@@ -237,10 +191,11 @@ class Decoder:
         flat = torch.cat([values.flatten() for values in logprobs]).cpu()
         drafts = []
         for row in rows:
-            ids, truncated = self._ended(row)
+            ids, end = tuple(row.ids[row.start :]), self.backbone.end_id
+            truncated = ids[-1] != end
             places = [starts[k] + at * logprobs[k].shape[1] + j for k, at, n in row.places for j in range(n)]
             cached = self.cached[row.index] if self.cached else None
-            drafts.append(Draft(tuple(ids), flat[places], truncated, cached))
+            drafts.append(Draft((*ids, end) if truncated else ids, flat[places], truncated, cached))
         return drafts
 
 

@@ -165,7 +165,6 @@ class Speed(Settings):
     """What makes compiling faster and leaves the output as it is (docs/serving.md), of engine hf where not said."""
 
     drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
-    shrink: bool = True  # rows that have ended leave a batch
     # Keys and values of what prompts begin with, kept between steps, on the model's device; 0: none. Sums then depend
     # in their last digits on what was compiled before: a run that goes on after a kill may differ there.
     prefix_mib: float = Field(default=0, ge=0)

@@ -18,7 +18,7 @@ from configs.models import Speed
 from lm.prompt import Prompt
 from tests import tiny_models
 
-SLOW = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
+SLOW = Speed(drafts=0, prefix_mib=0, second_pass="always")
 KEEPING = SLOW.model_copy(update={"prefix_mib": 64})
 LIMIT = 24
 
@@ -60,14 +60,12 @@ def test_no_lever_changes_what_is_written(vlm: bool, temperature: float) -> None
     before, slow = compiled(compiler, SLOW, requests(vlm))
     lengths = Counter(len(c.emission_ids) for c in before)
     assert len(lengths) >= 3
-    for speed in (Speed(), Speed(drafts=0), Speed(drafts=9, shrink=False, prefix_mib=0)):
+    for speed in (Speed(), Speed(drafts=0), Speed(drafts=9, prefix_mib=0)):
         made, passes = compiled(compiler, speed, requests(vlm))
         assert_same(made, before)
         if speed.drafts:
             assert len(passes) < len(slow)  # guesses were right
             assert sum(c for _, c in passes[2:-1]) > len(passes)  # and guesses were wrong
-        else:
-            assert min(rows for rows, _ in passes[2:]) < 7  # the batch did shrink
     assert_same(compiled(compiler, Speed(drafts=9), requests(vlm)[:1])[0], before[:1])
 
 
@@ -121,22 +119,6 @@ def test_soft_tokens_are_made_where_they_are_read_and_are_the_same(temperature: 
     silent, fewer = compiled(compiler, WHERE_READ, [replace(request, soft_on="never") for request in asked])
     assert all(c.soft is None for c in silent) and len(fewer) == len(slow) - 1  # the second pass
     assert compiled(compiler, SLOW, [replace(r, soft_on="never") for r in asked])[0][0].soft is not None  # the switch
-
-
-def test_of_a_batch_in_which_few_are_read_the_others_are_left_out() -> None:
-    compiler = guiding(writer(False))
-    plain, asked = compiler.parsed, [replace(request, soft_on="guidance") for request in requests(False)]
-    one = compiled(compiler, SLOW, asked)[0][0].emission_ids
-
-    def only_one(ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
-        return plain(ids, truncated)[0], ParseResult(Emission("go north" if tuple(ids) == one else ""))
-
-    compiler.parsed = only_one  # type: ignore[method-assign]
-    before, _ = compiled(compiler, SLOW, asked)
-    made, passes = compiled(compiler, Speed(drafts=0), asked)
-    second = [rows for rows, columns in passes[2:] if columns == 2 + compiler.n_tokens]
-    assert sum(c.soft is not None for c in made) <= sum(second) < len(asked)
-    assert_same(made[:1], before[:1])
 
 
 def test_rows_in_common_draw_what_they_drew_beside_soft_tokens_that_are_not_made() -> None:
