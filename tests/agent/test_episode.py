@@ -20,7 +20,7 @@ from tests.memory.entries import by_id
 
 
 class Forgets:
-    """A session that fails the third time that it is asked, or told."""
+    """A session that fails at its third recall or observation."""
 
     def __init__(self, asked: bool, error: Exception):
         self.left, self.told, self.asked, self.error = 3, 3, asked, error
@@ -132,7 +132,7 @@ def test_deliveries_show_what_they_should():
 
 @pytest.mark.parametrize("name", ["none", "static", "compiled_text", "compiled_no_brief"])
 def test_records_and_rows_ask_what_the_loop_asked(name):
-    """The requests of every step, made again from what went through JSON and from SFT rows."""
+    """The requests of every step, rebuilt from JSON records and from SFT rows."""
     asked = Recorder()
     asked.compiled = []
     compile_ = asked.compile
@@ -163,7 +163,7 @@ def test_batches_depend_on_the_episodes_only():
 
 
 class Planner(CountingEnv):
-    """Plays in another process, and plans only while somebody else plans, too."""
+    """Runs in another process; a plan waits for a second one at the same time."""
 
     in_process, both = False, threading.Barrier(2)
 

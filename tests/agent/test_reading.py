@@ -35,7 +35,7 @@ READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always"), Reads(fi
 
 
 class Reader(Recorder):
-    """Compiles with soft tokens that say at which step they were made."""
+    """Compiles soft tokens whose values are the step number."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()

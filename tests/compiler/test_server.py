@@ -61,7 +61,7 @@ TENSORS = ("text_logprobs", "mu", "log_sigma", "z", "soft", "latent_logprobs")
 
 
 class Fake:
-    """A compiler that says what it is told to, and blocks while `gate` is closed."""
+    """A compiler that returns given emissions, and blocks while `gate` is closed."""
 
     broken: str | None = None
 
@@ -407,7 +407,7 @@ def test_a_seed_is_drawn_as_by_the_compiler_itself() -> None:
         with listening(compiler, batch=1) as (url, _):
             remote = RemoteCompiler(url, text, latent, seed=5)
             assert_same(remote.compile(asked), theirs)
-            again = remote.compile(asked)  # goes on with other seeds
+            again = remote.compile(asked)  # continues with other seeds
             assert not all(torch.equal(a.z, b.z) and a.text == b.text for a, b in zip(again, theirs, strict=True))
 
 

@@ -80,7 +80,7 @@ def test_rows_that_draw_from_one_generator_draw_what_they_drew() -> None:
         assert a.emission_ids == b.emission_ids and torch.equal(a.z, b.z)
 
 
-# -- soft tokens that nobody reads ------------------------------------------------------------------------------------
+# -- soft tokens that are not read ------------------------------------------------------------------------------------
 
 WHERE_READ = SLOW.model_copy(update={"second_pass": "read"})
 
@@ -150,7 +150,7 @@ def test_guesses_hold_no_reserved_token_and_follow_what_stood_before() -> None:
     assert _until([1, 2, 3], [2, 3]) == [1] and _until([1, 2, 3], []) == [1, 2, 3]
 
 
-# -- what prompts begin with, kept between steps ----------------------------------------------------------------------
+# -- prefixes of prompts, cached between steps ------------------------------------------------------------------------
 
 
 def episode(vlm: bool, i: int) -> list:
@@ -224,7 +224,7 @@ def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
     assert kept.find("a")
     kept.keep("c", prefix(10))
     assert kept.find("b") is None and kept.find("a") and kept.find("c") and kept.held == 2 * size
-    kept.keep("a", prefix(30))  # more than there is room for: what was kept of it goes
+    kept.keep("a", prefix(30))  # larger than the budget: the cached one is evicted
     assert kept.find("a") is None and kept.find("c") and kept.held == size
     kept.keep("c", prefix(5))  # in its place
     assert kept.held == prefix(5).nbytes

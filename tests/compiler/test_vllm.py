@@ -109,7 +109,7 @@ def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> No
 
 @using_vllm
 def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(repository: Path) -> None:
-    """In a process of its own: what vLLM imports to speculate keeps it from starting a second engine beside (0.31)."""
+    """In a separate process: vLLM's imports for speculation prevent a second engine in the same one (0.31)."""
     command = [sys.executable, "-m", "tests.vllm_engines", "speculating"]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -246,7 +246,7 @@ def test_the_second_pass_computes_the_tail_and_less_than_a_block(vlm: bool, tmp_
 
 @using_vllm
 def test_a_tail_in_the_prefix_cache_is_computed_again(tmp_path: Path) -> None:
-    """40 memory tokens are more than a block: whoever asks a second time finds some of them cached."""
+    """40 memory tokens are more than a block: a repeated request finds some of them cached."""
     compiler = vllm_engines.trained(n_tokens=40)
     ours = vllm_engines.served(compiler, tmp_path / "a")
     seen = recorded(ours)
@@ -428,7 +428,7 @@ def step(hidden: torch.Tensor | None, new: tuple = (), running: tuple = (), fini
 
 
 def worker() -> tuple[HiddenTails, Any]:
-    """A worker with a runner that keeps the hidden states which the step brings along."""
+    """A worker with a runner that stores the hidden states of a step."""
     runner = SimpleNamespace(execute_model_state=None)
 
     def execute(scheduled: Any) -> str:

@@ -168,7 +168,7 @@ def test_the_same_requests_give_the_same_actions() -> None:
 
 
 class Model:
-    """An endpoint that answers from a list, and remembers what it was asked."""
+    """An endpoint that answers from a list, and records its requests."""
 
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()

@@ -1,4 +1,4 @@
-"""The scripted planner: it reads the rendered prompt and the possible commands, and keeps nothing."""
+"""The scripted planner: it reads the rendered prompt and the admissible commands, and has no state."""
 
 from __future__ import annotations
 
