@@ -83,12 +83,12 @@ class EpisodeSpec:
 async def run_episode(
     env: Environment,
     spec: EpisodeSpec,
+    *,
     delivery: Delivery,
     executor: Executor,
     limits: Limits,
     batcher: StepBatcher,
     index: int,
-    *,
     continues: bool = False,
 ) -> Episode:
     """Play one episode. A failure of environment, memory, compiler or executor ends it with a named reason.
@@ -102,7 +102,15 @@ async def run_episode(
         BankError: the memory is not what it was when the run began.
     """
     episode = _new_episode(spec, delivery, limits)
-    roles = _Roles(env, spec.task, delivery, executor, limits, batcher, index)
+    roles = _Roles(
+        env=env,
+        task=spec.task,
+        delivery=delivery,
+        executor=executor,
+        limits=limits,
+        batcher=batcher,
+        index=index,
+    )
     try:
         with _failures_as(MemoryFailure):
             session = spec.session() if spec.session and delivery.kind != "none" else Fixed(Recall(spec.memory))
@@ -110,7 +118,13 @@ async def run_episode(
             observed = await _call(env, living(env).proceed if continues else env.reset, spec.task)
         state, history, first = BriefState(spec.goal), (), observed.text
         for t in range(limits.max_steps):
-            record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
+            record = StepRecord(
+                t=t,
+                observation=observed.text,
+                image=observed.image,
+                admissible=observed.admissible,
+                brief_before=render_brief_state(state),
+            )
             episode.steps.append(record)
             with _failures_as(MemoryFailure):
                 recalled = session.recall(observed.text)
@@ -284,7 +298,15 @@ def run_episodes(
 ) -> list[Episode]:
     """Play all specs, at most `concurrency` at a time, each with its own environment. Results are in order."""
     alone = [[spec] for spec in specs]
-    played = run_sequences(make_env, alone, delivery, executor, limits, concurrency=concurrency, on_episode=on_episode)
+    played = run_sequences(
+        make_env,
+        alone,
+        delivery=delivery,
+        executor=executor,
+        limits=limits,
+        concurrency=concurrency,
+        on_episode=on_episode,
+    )
     return [episode for [episode] in played]
 
 
@@ -318,7 +340,14 @@ def run_sequences(
                     episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
                 else:
                     episode = await run_episode(
-                        env, spec, delivery, executor, limits, batcher, index, continues=bool(played)
+                        env,
+                        spec,
+                        delivery=delivery,
+                        executor=executor,
+                        limits=limits,
+                        batcher=batcher,
+                        index=index,
+                        continues=bool(played),
                     )
                 played.append(episode)
         finally:

@@ -365,4 +365,4 @@ class ExpertExecutor:
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
         wander = detours and chance.random() < self.noise
         action = chance.choice(detours) if wander else label
-        return Action(action, Grounding.CHOICE, label, (), 0, 0)
+        return Action(action, Grounding.CHOICE, label)

@@ -187,7 +187,14 @@ class StepRecord:
 
     def told(self) -> Record:
         """Return the step as memory systems read it."""
-        return Record(self.t, self.observation, self.action, self.feedback, refused(self), self.progress)
+        return Record(
+            t=self.t,
+            observation=self.observation,
+            action=self.action,
+            feedback=self.feedback,
+            refused=refused(self),
+            progress=self.progress,
+        )
 
     def _note_tokens(self, role: str, output: Compilation | Action) -> None:
         for way, count in (("in", output.tokens_in), ("out", output.tokens_out), ("cached", output.tokens_cached)):

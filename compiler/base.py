@@ -77,7 +77,7 @@ class TokenCompiler:
         own = [torch.Generator(device=self.generator.device).manual_seed(seed) for seed in seeds or ()]
         by = own or self.generator
         drafts, gaussian = self._draft(requests, prompts, by, wanted)
-        return self._compilations(requests, prompts, drafts, gaussian, by)
+        return self._compilations(requests, prompts, drafts=drafts, gaussian=gaussian, by=by)
 
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted

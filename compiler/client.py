@@ -28,7 +28,8 @@ from memory.trajectory import png_bytes
 from runtime.http import RemoteError, RemoteServer
 
 MAX_PIXELS = 1 << 24  # of one picture: a small file may decompress to gigabytes
-_NOWHERE = Provenance("", "", "", "", False)  # the compiler does not read an entry's provenance
+# The compiler does not read an entry's provenance.
+_NO_PROVENANCE = Provenance(task_id="", scene="", goal="", split="", success=False)
 
 
 def _brief_state(text: str) -> str:
@@ -140,7 +141,7 @@ class CompileBody(Body):
     def request(self) -> CompileRequest:
         """Decode the request."""
         memory = tuple(
-            MemoryEntry(entry.id, entry.text, _NOWHERE, tuple(base64.b64decode(png) for png in entry.images))
+            MemoryEntry(entry.id, entry.text, _NO_PROVENANCE, tuple(base64.b64decode(png) for png in entry.images))
             for entry in self.memory
         )
         state = None if self.state is None else parse_brief_state(self.state)
@@ -286,7 +287,7 @@ class RemoteCompiler:
         parallel: int = 64,
     ) -> None:
         start = "memcompiler serve compiler --checkpoint RUN"
-        self.server = RemoteServer(url, COMPILER_KEY, start, timeout, parallel)
+        self.server = RemoteServer(url, COMPILER_KEY, start, timeout=timeout, parallel=parallel)
         self.decoding = Decoding(temperature, latent_temperature=latent_temperature)
         self.generator = torch.Generator().manual_seed(seed)
 

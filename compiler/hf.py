@@ -117,7 +117,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.eval()  # without dropout, as when scoring again
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
-        drafts, gaussian = Decoder(self, prompts, memories, by, makes_soft).run(wanted)
+        drafts, gaussian = Decoder(self, prompts, memories=memories, by=by, makes_soft=makes_soft).run(wanted)
         self.train(was_training)
         return drafts, gaussian
 

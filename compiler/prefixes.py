@@ -128,7 +128,7 @@ def read_prompts(
     of_row = {i: group for group in groups for i in group.rows}
     tails = [prompt.cut(of_row[i].tokens, of_row[i].pictures)[1] for i, prompt in enumerate(prompts)]
     cache = DynamicCache(config=backbone.model.config.get_text_config())
-    begun = _begin(backbone, prompts, groups, cache, prefixes)
+    begun = _begin(backbone, prompts, groups, cache=cache, prefixes=prefixes)
     # The rest of every row is its last columns. Where another row has a longer rest, some of them are masked.
     whole, left = backbone.pad(prompts, "left"), backbone.pad(tails, "left")
     mask = torch.cat([begun, left.mask], 1)
@@ -139,7 +139,14 @@ def read_prompts(
         if group.cached is None and not group.tokens:
             prefixes.keep(group.memory, Prefix.of(cache, group.rows[0], mask.shape[1], prompts[group.rows[0]]))
     cached = tuple(of_row[i].tokens if of_row[i].cached else 0 for i in range(len(prompts)))
-    return PromptReading(cache, mask, whole.next_positions, hidden, cached, padded)
+    return PromptReading(
+        cache=cache,
+        mask=mask,
+        position=whole.next_positions,
+        hidden=hidden,
+        cached=cached,
+        padded=padded,
+    )
 
 
 def _groups(

@@ -210,7 +210,7 @@ class VllmCompiler(TokenCompiler):
         rows = list(zip(prompts, then, strict=True))
         requests = [request_of(self.encoder, prompt, ids) for prompt, ids in rows]
         try:
-            outputs = run(self.llm, requests, params, self.lora, wanted)
+            outputs = run(self.llm, requests, params, lora=self.lora, wanted=wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise

@@ -46,7 +46,7 @@ class ApiExecutor:
     async def _act(self, request: ExecutorRequest) -> Action:
         answer = await self.endpoint.ask(self.messages(request), self.role, self.max_new_tokens)
         grounded = ground(answer.text, request.admissible)
-        return Action(grounded.action, grounded.how, answer.text, (), answer.tokens_in, answer.tokens_out)
+        return Action(*grounded, answer.text, tokens_in=answer.tokens_in, tokens_out=answer.tokens_out)
 
     def messages(self, request: ExecutorRequest) -> list[Message]:
         """Write the chat messages of a request."""

@@ -119,7 +119,17 @@ class TokenExecutor:
             at = int(candidate_logprobs.argmax())
         action, ids = (candidates or ())[at], prompt.ids
         written, sure = len(self.action_ids(action)), float(candidate_logprobs.softmax(0).max())
-        return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, sure=sure, **drawn)
+        return Action(
+            action,
+            Grounding.CHOICE,
+            text=action,
+            prompt_ids=ids,
+            tokens_in=len(ids),
+            tokens_out=written,
+            chosen=at,
+            sure=sure,
+            **drawn,
+        )
 
     def _grounded(
         self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]
@@ -127,4 +137,11 @@ class TokenExecutor:
         written, cached = answer
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
         text = answer_text(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return Action(*ground(text, candidates), text, prompt.ids, len(prompt.ids), len(ids), cached)
+        return Action(
+            *ground(text, candidates),
+            text=text,
+            prompt_ids=prompt.ids,
+            tokens_in=len(prompt.ids),
+            tokens_out=len(ids),
+            tokens_cached=cached,
+        )

@@ -93,7 +93,7 @@ class RemoteExecutor(TokenExecutor):
         super().__init__(encoder, instructions, max_new_tokens, images, reads=reads)
         self.name, self.dtype, self.mode, self.revision = str(name), dtype, mode, revision
         start = f"memcompiler serve executor --model {name}"
-        self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
+        self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout=timeout, parallel=parallel)
         served = {model["id"]: model for model in self.server.get("/v1/models")["data"]}
         found = served.get(self.name) or next((m for m in served.values() if m.get("root") == self.name), None)
         if found is None:

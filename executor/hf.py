@@ -39,7 +39,14 @@ class FrozenExecutor(TokenExecutor):
     ) -> None:
         if mode == "generate" and "inputs_embeds" not in asked(backbone.model.prepare_inputs_for_generation):
             raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
-        super().__init__(backbone, instructions, max_new_tokens, images, temperature, reads)
+        super().__init__(
+            backbone,
+            instructions=instructions,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            temperature=temperature,
+            reads=reads,
+        )
         self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
         self.batch_size = batch_size

@@ -250,7 +250,8 @@ class ProgramExecutor:
         skill, command = self.next_command(now, plan, request.history)
         tokens = (len(now.goal) + len(now.memory)) // CHARACTERS + 1
         how = Grounding.CHOICE if command in now.commands else Grounding.FAILED
-        return Action(command, how, f"{skill}: {command}", (), tokens, len(command) // CHARACTERS + 1)
+        written = len(command) // CHARACTERS + 1
+        return Action(command, how, f"{skill}: {command}", tokens_in=tokens, tokens_out=written)
 
     def next_command(self, now: PlannerInput, plan: SkillPlan, history: Sequence[str]) -> tuple[str, str]:
         """Return the next skill and its command."""
@@ -262,7 +263,7 @@ class ProgramExecutor:
         if done.deed.name == "PickupObject" and now.held:
             return f"PutObject({now.held})", self._put_down(now, done.since)
         leading = done.leading
-        if leading is not None and leading.name == "GoToObject" and (place := _destination(now, leading, done.deed)):
+        if leading is not None and leading.name == "GoToObject" and (place := _destination(now, leading)):
             if place not in now.here and _GO + place in now.commands:
                 return leading.text, _GO + place
             if f"open {place}" in now.commands:
@@ -287,7 +288,14 @@ class ProgramExecutor:
         if since and since[-1].startswith(_GO) and (door := f"open {since[-1].removeprefix(_GO)}") in now.commands:
             return door
         left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
-        order = self.order(left, sought, read_graph(now.memory), next(iter(now.here), ""), now.goal, ranked)
+        order = self.order(
+            left,
+            sought,
+            graph=read_graph(now.memory),
+            here=next(iter(now.here), ""),
+            goal=now.goal,
+            ranked=ranked,
+        )
         return _GO + order[0] if order else STUCK
 
     def order(
@@ -328,7 +336,7 @@ def _possible(now: PlannerInput, done: ProgramProgress) -> str:
     return ""
 
 
-def _destination(now: PlannerInput, leading: Skill, deed: Skill) -> str:
+def _destination(now: PlannerInput, leading: Skill) -> str:
     """Return the place that a skill leads to, by name, kind or the thing's place in memory; "" without one."""
     named = leading.thing
     at = next((unit.place for unit in now.units if named in (unit.id, unit.type)), named)

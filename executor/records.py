@@ -83,9 +83,9 @@ class Action:
     action: str
     how: Grounding
     text: str  # raw output
-    prompt_ids: tuple[int, ...]
-    tokens_in: int
-    tokens_out: int
+    prompt_ids: tuple[int, ...] = ()
+    tokens_in: int = 0
+    tokens_out: int = 0
     # Of tokens_in, from a prefix cache; None if the backend does not report it.
     tokens_cached: int | None = field(default=None, compare=False)
     # Of a choice by likelihood: the index among the admissible commands, and the probability of the likeliest one. Of a

@@ -53,7 +53,14 @@ class GoalParts:
         thing = m[1] if (m := SOUGHT.search(goal)) else ""
         treat, appliance = next((_TREATED[w] for w in goal.split() if w in _TREATED), ("", ""))
         target = "" if LAMP in goal else m[1] if (m := _TARGET.search(goal)) else ""
-        return cls(scene, thing, target, treat, appliance, " two " in f" {goal} ")
+        return cls(
+            scene=scene,
+            thing=thing,
+            target=target,
+            treat=treat,
+            appliance=appliance,
+            two=" two " in f" {goal} ",
+        )
 
 
 @dataclass(slots=True)
@@ -77,9 +84,8 @@ class ScriptedPlanner:
         if commands is None:
             raise ValueError("the scripted planner needs an environment that lists its commands")
         action = planned(prompt, commands)
-        return Action(
-            action, Grounding.CHOICE, action, (), len(prompt) // CHARACTERS + 1, len(action) // CHARACTERS + 1
-        )
+        estimate = lambda text: len(text) // CHARACTERS + 1
+        return Action(action, Grounding.CHOICE, action, tokens_in=estimate(prompt), tokens_out=estimate(action))
 
 
 def planned(prompt: str, commands: Sequence[str]) -> str:
@@ -90,7 +96,7 @@ def planned(prompt: str, commands: Sequence[str]) -> str:
     possible = [command for command in commands if command not in failed]
     at = m[-1] if (m := _AT.findall(view)) else ""
     held = next((c.removeprefix("examine ") for c in commands if re.fullmatch(rf"examine {wanted.thing} \d+", c)), "")
-    chosen = _with(held, at, wanted, view, possible) if held else _without(at, wanted, possible)
+    chosen = _with(held, at, wanted, view=view, possible=possible) if held else _without(at, wanted, possible)
     if chosen:
         return chosen
     sought = wanted.thing if not held else LAMP if not wanted.target else ""
@@ -100,7 +106,7 @@ def planned(prompt: str, commands: Sequence[str]) -> str:
         places = [place for place in places if kind_and_number(place)[0] == kind] or places
         return f"{_GO}{min(places, key=kind_and_number)}" if places else "look"
     begins = not at or view.startswith(("You pick up", "You move", "You put"))
-    return _search(before, sought, wanted.scene, at, places, begins)
+    return _search(before, sought, scene=wanted.scene, at=at, places=places, begins=begins)
 
 
 def _with(held: str, at: str, wanted: GoalParts, view: str, possible: Sequence[str]) -> str:

@@ -60,7 +60,14 @@ class VllmExecutor(TokenExecutor):
         temperature: float = 0.0,
         reads: Reads = PAPER,
     ) -> None:
-        super().__init__(encoder, instructions, max_new_tokens, images, temperature, reads)
+        super().__init__(
+            encoder,
+            instructions=instructions,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            temperature=temperature,
+            reads=reads,
+        )
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode = llm, weights, mode

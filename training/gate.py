@@ -63,7 +63,13 @@ def _train_need(run: Path, recall: float, seed: int) -> Need:
     rows = len(tasks) // 2
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
         raise ConfigError(f"of {rows} rows {guided.sum() // 2} are guided: a gate needs both kinds in both parts")
-    need, facts = fit(x[fitted], guided[fitted], x[held], guided[held], recall)
+    need, facts = fit(
+        x[fitted],
+        guided[fitted],
+        held_x=x[held],
+        held_guided=guided[held],
+        recall=recall,
+    )
     need = replace(need, manifest={**facts, "rows": rows, "seed": seed})
     need.save(run)
     console.print(

@@ -62,7 +62,13 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
             job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
             compilation = await call.result(job)
             times = Timings(queue=job.queue_s, compile=job.compile_s)
-            reply = CompileReply.of(compilation, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
+            reply = CompileReply.of(
+                compilation,
+                tensors=sent.tensors,
+                emb_std=compiler.projector.config.emb_std,
+                seed=job.seed,
+                seconds=times,
+            )
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.get("/health")

@@ -201,7 +201,7 @@ def test_it_reads_state_view_and_actions_but_not_memory():
     assert (features([one]) != features([compile_request(moved.step_input())])).nnz > 0
 
 
-def test_a_gate_that_cannot_be_fitted_or_read_is_a_clear_error(
+def test_a_gate_that_cannot_be_fitted_or_read_is_an_error(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(CheckpointError, match="no folder of an SFT run"):
