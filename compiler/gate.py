@@ -26,7 +26,7 @@ from memory.words import words
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-FILE, HEAD = "need.safetensors", "need"
+FILE, HEAD = "need.safetensors", "need"  # HEAD: name of the tensor in the file
 WIDTH = 2**13  # dimensions of phi
 MAX_SHARED = 3  # counts of shared words are capped here
 FEATURES = "2"  # version of phi: a gate that was fitted to another version is refused
@@ -124,17 +124,17 @@ def need_for(deliveries: Sequence[str], checkpoint: str | None, threshold: float
     missing or cannot be read."""
     if not deliveries:
         return None
-    need = need_of(checkpoint, threshold)
-    if need is None:
+    gate = need_of(checkpoint, threshold)
+    if gate is None:
         raise CheckpointError(
             f"delivery {deliveries[0]} needs a compile gate, and there is none beside "
             f"compiler.checkpoint={checkpoint}: run `memcompiler train need RUN` on the checkpoint's SFT run"
         )
-    return need
+    return gate
 
 
 def keep_need(checkpoint: str | None, run: Path) -> None:
     """Copy the gate beside a checkpoint, if there is one, into the folder of a run that continues from it."""
-    need = need_of(checkpoint)
-    if need is not None:
-        need.save(run)
+    gate = need_of(checkpoint)
+    if gate is not None:
+        gate.save(run)

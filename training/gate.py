@@ -51,10 +51,10 @@ def train_need(run: Path, recall: float = 0.98, seed: int = 0) -> Need:
     if not (run / CONFIG).is_file():
         raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
     with FolderLock(run, "memcompiler train need"):
-        return _train_need(run, recall, seed)
+        return _fit_to_rows(run, recall, seed)
 
 
-def _train_need(run: Path, recall: float, seed: int) -> Need:
+def _fit_to_rows(run: Path, recall: float, seed: int) -> Need:
     config = load_config(SftConfig, str(run / CONFIG), [])
     edit = None if config.brief_state else without_brief_state
     parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]
@@ -63,20 +63,20 @@ def _train_need(run: Path, recall: float, seed: int) -> Need:
     rows = len(tasks) // 2
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
         raise ConfigError(f"of {rows} rows {guided.sum() // 2} are guided: a gate needs both kinds in both parts")
-    need, facts = fit(
+    gate, facts = fit(
         x[fitted],
         guided[fitted],
         held_x=x[held],
         held_guided=guided[held],
         recall=recall,
     )
-    need = replace(need, manifest={**facts, "rows": rows, "seed": seed})
-    need.save(run)
+    gate = replace(gate, manifest={**facts, "rows": rows, "seed": seed})
+    gate.save(run)
     console.print(
-        f"  need: {guided.mean():.0%} of {rows} steps are guided; compiling {facts['share']:.0%} of those of held-out "
-        f"tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
+        f"  gate: {guided.mean():.0%} of {rows} steps are guided; compiling {facts['share']:.0%} of those of held-out "
+        f"tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {gate.threshold:.2f})"
     )
-    return need
+    return gate
 
 
 def leave_need(run: Path, seed: int) -> None:
@@ -84,7 +84,7 @@ def leave_need(run: Path, seed: int) -> None:
     try:
         train_need(run, seed=seed)
     except ValueError as error:  # too few tasks, or all or no steps guided
-        console.print(f"  need: no compile gate was fitted ({error})")
+        console.print(f"  gate: none was fitted ({error})")
 
 
 def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64], list[str]]:
