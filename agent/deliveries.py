@@ -2,13 +2,12 @@
 
 none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
-live      what is recalled at every step pasted at that step; the same as static where memory recalls the same all along
-compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC); soft tokens on or off,
-          Brief State on or off; or only at steps where the executor, told nothing, is not sure what to do, or only
-          where a guess from the step alone says that there is something to say
+live      the entries recalled at each step pasted at that step; equals static if memory recalls the same at every step
+compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC), with or without soft
+          tokens and Brief State; or only where the executor alone has low confidence, or where the compile gate says so
 
-`DELIVERIES` is the one list: evaluations, tables, plots, reports, matrices and analyses ask it. A new delivery is a new
-entry.
+`DELIVERIES` lists all of them: evaluations, tables, plots, reports, matrices and analyses read it. To add a delivery,
+add an entry.
 """
 
 from __future__ import annotations
@@ -37,20 +36,19 @@ Kind = Literal["none", "static", "live", "compiled"]
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A delivery as the loop plays it."""
+    """A delivery as the loop runs it."""
 
     name: str
     kind: Kind
     compiler: Compiler | None = None
     soft: bool = True
     brief_state: bool = True
-    where_unsure: bool = False  # nothing is compiled where the executor is sure of its action without
-    need: Guess | None = None  # nothing is compiled where a step is not likely to need it, but for the first
-    sparing: float = 0.0  # share of the episodes in which no step but the first and the guided ones changes b_t
+    where_unsure: bool = False  # compile only where the executor alone has low confidence
+    need: Guess | None = None  # compile only the first step and those that this gate selects
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
-            raise ValueError(f"delivery {self.name}: a compiler is needed for `compiled`, and only there")
+            raise ValueError(f"delivery {self.name}: kind `compiled` needs a compiler, and other kinds take none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,61 +58,75 @@ class DeliverySpec:
     name: str
     label: str  # in tables and plots
     kind: Kind = "compiled"
-    # Makes what compiles, from the trained compiler (None where none is loaded), the run's seed, and how its
-    # environment's commands read.
+    # Creates the compiler from the trained one (None if none is loaded), the seed and the environment's command reader.
     compiler: Callable[[Compiler | None, int, TrajectoryReader], Compiler | None] = lambda *_: None
     soft: bool = True
     brief_state: bool = True
-    where_unsure: bool = False  # compiles where the executor is not sure without; it has to say how sure it is
-    where_needed: bool = False  # compiles where `compiler.need` guesses that there is something to say
-    needs_checkpoint: bool = False  # the trained compiler has to be there
+    where_unsure: bool = False  # as in `Delivery`; the executor has to report its confidence
+    where_needed: bool = False  # compile only where the compile gate (`compiler.gate`) says so
+    needs_checkpoint: bool = False  # a trained compiler is required
     needs_expert: bool = False  # the environment's expert compiles
-    memory: Literal["all", "top", "empty"] = "all"  # M is what was retrieved, the best entry of it, or nothing
-    control: bool = False  # it shows what the others owe to what they are told; tables have it below a rule
-    interdependent: bool = False  # episodes depend on those beside them: a killed run plays them again as a whole
+    memory: Literal["all", "top", "empty"] = "all"  # M: all retrieved entries, the best one, or none
+    control: bool = False  # a control condition; tables show it below a rule
+    interdependent: bool = False  # episodes depend on those beside them: a resumed run plays all of them again
     compared_with: tuple[str, ...] = ()  # deliveries that results always compare it with
-    played: bool = True  # False for a name that only results have
+    played: bool = True  # False for a name that occurs in results only
 
     @property
     def recalls(self) -> bool:
-        """Tell whether anything of what memory recalls reaches a prompt."""
+        """Return whether recalled entries reach any prompt."""
         return self.kind != "none" and self.memory != "empty"
 
     @property
     def shows_own_soft(self) -> bool:
-        """Tell whether the executor reads soft tokens that the trained compiler made of this very step."""
+        """Return whether the executor reads soft tokens that the trained compiler computed for this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
     def make(
         self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Guess | None = None
     ) -> Delivery:
-        """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need, `need` what
-        stands beside the compiler's checkpoint. Raises: ValueError, where it needs what is not there."""
+        """Create the delivery that the loop runs.
+
+        Args:
+            trained: the trained compiler.
+            reader: the environment's command reader, for teachers.
+            need: the compile gate beside the compiler's checkpoint.
+
+        Raises:
+            ValueError: the delivery needs a trained compiler or a compile gate, and got none.
+        """
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
         if self.where_needed and need is None:
-            raise ValueError(f"delivery {self.name} needs what `memcompiler train need` leaves beside a checkpoint")
-        compiler = self.compiler(trained, seed, reader or TrajectoryReader())
-        need = need if self.where_needed else None
-        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state, self.where_unsure, need)
+            raise ValueError(f"delivery {self.name} needs a compile gate: run `memcompiler train need` on the SFT run")
+        return Delivery(
+            name=self.name,
+            kind=self.kind,
+            compiler=self.compiler(trained, seed, reader or TrajectoryReader()),
+            soft=self.soft,
+            brief_state=self.brief_state,
+            where_unsure=self.where_unsure,
+            need=need if self.where_needed else None,
+        )
 
 
 class ShuffledSoft:
-    """Control: every episode gets the soft tokens of another one of its batch; text stays its own.
+    """Control: every episode gets the soft tokens of another one of its batch, and keeps its own text.
 
-    If soft tokens carry something about the episode, this must do worse than the compiler that it wraps.
+    If soft tokens carry information about the episode, this must do worse than the compiler that it wraps.
     """
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._spare: Tensor | None = None  # for a batch of one: the soft tokens of the step before
+        self._spare: Tensor | None = None  # for a batch of one: the previous step's soft tokens
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = self.compiler.compile([replace(request, soft_on="always") for request in requests])  # others read them
-        soft = [c.soft for c in made]
-        donors = [*soft[1:], soft[0]] if len(made) > 1 else [self._spare if self._spare is not None else soft[0]]
+        compilations = self.compiler.compile([replace(request, soft_on="always") for request in requests])
+        soft = [c.soft for c in compilations]
+        alone = [self._spare if self._spare is not None else soft[0]]
+        donors = [*soft[1:], soft[0]] if len(soft) > 1 else alone
         self._spare = soft[0]
-        return [replace(c, soft=other) for c, other in zip(made, donors, strict=True)]
+        return [replace(c, soft=other) for c, other in zip(compilations, donors, strict=True)]
 
 
 def _trained(trained: Compiler | None, *_: object) -> Compiler | None:
@@ -122,7 +134,7 @@ def _trained(trained: Compiler | None, *_: object) -> Compiler | None:
 
 
 COMPILED, AFTER_GRPO = "compiled", "compiled_grpo"
-DELIVERIES = {  # in the order of every table and plot
+DELIVERIES = {  # in the order of tables and plots
     spec.name: spec
     for spec in (
         DeliverySpec("none", "no memory", "none"),
@@ -165,7 +177,7 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec(
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
         ),
-        DeliverySpec(  # what state tracking is worth by itself
+        DeliverySpec(  # measures state tracking without memory
             "compiled_no_memory",
             "compiled, memory empty",
             compiler=_trained,
@@ -203,7 +215,7 @@ DELIVERIES = {  # in the order of every table and plot
 
 
 def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
-    """Give the text of M that the executor reads as it is: what the episode began with, or what is recalled now."""
+    """Return the text of M that is pasted into the executor's prompt: of the episode's start, or recalled now."""
     match kind:
         case "static":
             return first
@@ -213,7 +225,7 @@ def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
 
 
 def find(name: str) -> DeliverySpec:
-    """Look a delivery up by its name. Raises: ValueError, which names those that there are."""
+    """Return the delivery of this name. Raises: ValueError, which lists the known names."""
     if name in DELIVERIES:
         return DELIVERIES[name]
     close = difflib.get_close_matches(name, DELIVERIES, n=1)
@@ -225,23 +237,23 @@ def find(name: str) -> DeliverySpec:
 def recorded_step(
     episode: Episode, t: int, memory: Sequence[MemoryEntry] = (), soft: Tensor | None = None
 ) -> StepInput:
-    """Return what both roles read at step t of a recorded episode, as its delivery showed it.
+    """Rebuild the input of step t of a recorded episode.
 
     Args:
-        memory: what was recalled for the step (`Episode.memory_at`); compilers and the delivery `live` need it.
-        soft: the soft tokens, which no record keeps, made again.
+        memory: entries recalled for the step (`Episode.memory_at`); compilers and the delivery `live` need them.
+        soft: recomputed soft tokens, which records do not store.
     """
     spec, step = find(episode.delivery), episode.steps[t]
     return StepInput(
-        stated_goal(episode.goal, episode.scene),
-        step.observation,
-        step.image,
-        step.admissible,
-        tuple(earlier.action for earlier in episode.steps[:t]),
-        tuple(memory),
-        parse_brief_state(step.brief_before) if spec.brief_state else None,
-        pasted(spec.kind, episode.memory_text, memory),
-        Emission(step.guidance, step.reason) if step.emission_kind else None,
-        soft,
+        goal=stated_goal(episode.goal, episode.scene),
+        observation=step.observation,
+        image=step.image,
+        admissible=step.admissible,
+        history=tuple(earlier.action for earlier in episode.steps[:t]),
+        memory=tuple(memory),
+        state=parse_brief_state(step.brief_before) if spec.brief_state else None,
+        pasted=pasted(spec.kind, episode.memory_text, memory),
+        emission=Emission(step.guidance, step.reason) if step.emission_kind else None,
+        soft=soft,
         first=episode.steps[0].observation,
     )

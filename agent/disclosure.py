@@ -1,16 +1,15 @@
 """Rule-based progressive disclosure: the alternative to compiling that the paper argues against (section 3.2.2).
 
-Memory is shown piece by piece, as fixed triggers over what can be observed fire; nothing is learnt, and no expert is
-asked. At every step:
+Fixed triggers on observable words show pieces of memory, without learning and without an expert. At every step:
 
-1. An entry is opened where its first line (the goal it was written for) shares `SHARED` words with the goal or more.
-2. The pieces of an open entry are its other lines, a line of actions in stretches of `STRETCH`. An entry of one line is
-   a piece.
-3. A piece is disclosed where it shares `SHARED` words or more with goal and view together, one of the goal's among them
-   (a thing with its number, "cabinet 2", is a word of its own). Those that share most are shown, `PIECES` at most, of
-   equal ones the first in M.
-4. The Brief State is kept by rule, too: after which action a thing that the goal names was last in view, and which
-   action was taken twice running.
+1. An entry is opened if its first line (the goal of its episode) shares at least `SHARED` words with the goal.
+2. The pieces of an open entry are its other lines, with lines of actions split into `STRETCH` actions each. An entry of
+   one line is one piece.
+3. A piece is disclosed if it shares at least `SHARED` words with goal and view together, and one with the goal (a thing
+   with its number, "cabinet 2", is a word of its own). At most `PIECES` are shown, those with the most shared words
+   first, then in the order of M.
+4. Rules update the Brief State, too: after which action a thing of the goal was last in view, and which action was
+   repeated.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _PLAIN = frozenset(
 
 
 class RuleDisclosure:
-    """A `Compiler` whose guidance is the disclosed pieces, word for word. Stateless: b_t holds what it remembers."""
+    """A stateless `Compiler` whose guidance is the disclosed pieces, verbatim."""
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = [disclose(request) for request in requests]
-        return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
+        emissions = [disclose(request) for request in requests]
+        return [Compilation(render(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
 
 
 def disclose(request: CompileRequest) -> Emission:
-    """Emit what the triggers of this step show, and what the rules note."""
+    """Write the emission: disclosed pieces as guidance, and the rules' notes as operations."""
     goal, view = words(request.goal), words(request.observation)
     shared = {piece: words(piece) & (goal | view) for piece in _pieces(request, goal)}
     fired = [piece for piece, common in shared.items() if len(common) >= SHARED and common & goal]
@@ -49,7 +48,7 @@ def disclose(request: CompileRequest) -> Emission:
 
 
 def words(text: str) -> frozenset[str]:
-    """List the content words; a thing with its number counts as itself and as its kind."""
+    """Return the content words; a numbered thing counts as itself and as its kind."""
     found = _WORD.findall(folded(text, pairs=True))
     return frozenset(w for word in found for w in (word, word.split()[0]) if w.split()[0] not in _PLAIN)
 
@@ -66,7 +65,7 @@ def _pieces(request: CompileRequest, goal: frozenset[str]) -> Iterator[str]:
 
 
 def _noted(request: CompileRequest, state: BriefState, goal: frozenset[str]) -> Iterator[Op]:
-    """Things of the goal that are in view now, and the action that changed nothing."""
+    """Note the goal's things in view, and a repeated action."""
     last = request.history[-1] if request.history else "the start"
     things = sorted(w for w in words(request.observation) if " " in w and w.split()[0] in goal)
     for thing in things:

@@ -1,16 +1,17 @@
-"""The expert teacher: plays compiler (and executor) from the environment's own expert plan. Offline and deterministic.
+"""The expert teacher: compiler and executor based on the environment's expert plan. Offline and deterministic.
 
-The plan says what is needed next; what is said about it comes from M alone. While something is on its way to be found,
-the guidance names the place where the entries found its like: in this scene by name, in the order of M, then in other
-scenes by kind of place, as this scene names it (one entry's word counts where none of this scene has any, else two have
-to agree). A place that view, history or Brief State rule out is passed over; when all are, that is said
-once. The Brief State keeps what places lack; and where scenes are alike the
-places that are to be tried, best first. They are noted at the first view, which lists the scene's places, and one that
-lacks the thing leaves the list, so that to choose is to take the first of it. Where an environment has recipes, the
-plan's next command is said if past episodes gave its like at the same point. How commands and views read is the
-environment's own matter (`envs.trajectories`).
+The plan says what is needed next. Guidance cites M alone: while a thing is to be found, it names the place where the
+entries found such a thing. Entries of this scene come first, by name and in the order of M. Entries of other scenes
+follow, by kind of place, translated to this scene's names (one entry suffices if none is of this scene; otherwise two
+have to agree). A place that view, history or Brief State rule out is skipped. When all are ruled out, the teacher says
+so once.
 
-It does not look at pictures: what only the view shows is left to the soft tokens, which learn it from the action loss.
+The Brief State notes what places lack. Where scenes share places, it also lists the places to try, best first: they are
+noted at the first view, which lists the scene's places, and a place that lacks the thing leaves the list. So the next
+place is always the first of the list. In environments with recipes, the teacher gives the plan's next command if past
+episodes did the same at the same point. `envs.trajectories` parses commands and views.
+
+The teacher does not use pictures. What only the view shows is learned by the soft tokens, from the action loss.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from agent.records import Episode
-from compiler.brief_state import MOST as MOST_SUBGOALS
-from compiler.brief_state import PLAN, BriefState, Create, Delete, Fold, Op, Update
+from agent.records import Episode, EpisodeContext
+from compiler.brief_state import MAX_ITEMS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from envs.household.trajectories import taken
@@ -34,33 +34,28 @@ from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 
-MAYBE, NOWHERE = "maybe ", "not where memory says"  # what the Brief State notes of a thing: places to try, or none left
-MOST = 6  # places that are noted of a thing
+MAYBE, NOWHERE = "maybe ", "not where memory says"  # beliefs about a thing: places to try, or none left
+MOST = 6  # places that the Brief State lists for a thing
 
 
 def of_scene(goal: str, entry: MemoryEntry) -> bool:
-    """Tell whether an entry is of the scene that the goal states, or of an environment without scenes."""
+    """Return whether an entry is of the goal's scene, or of an environment without scenes."""
     return not entry.provenance.scene or goal.startswith(f"in {entry.provenance.scene}: ")
 
 
-def right_entry(goal: str, memory: Sequence[MemoryEntry], thing: str) -> MemoryEntry | None:
-    """Find the entry that answers "where is `thing`?": same scene as the goal's, and it took a `thing`."""
-    for entry in memory:
-        fact = taken(entry.provenance.actions)
-        if fact and fact[0] == thing and goal.startswith(f"in {entry.provenance.scene}: "):
-            return entry
-    return None
-
-
 def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | None:
-    """Find the right entry for a goal whose words name its object."""
-    words = re.findall(r"[a-z]+", goal.lower())
-    return next((e for word in words if (e := right_entry(goal, memory, word))), None)
+    """Return the entry of the goal's scene whose episode took a thing that the goal names."""
+    for word in re.findall(r"[a-z]+", goal.lower()):
+        for entry in memory:
+            fact = taken(entry.provenance.actions)
+            if fact and fact[0] == word and goal.startswith(f"in {entry.provenance.scene}: "):
+                return entry
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """A place worth trying, and the entry's fact that speaks for it."""
+    """A place to try, and the entry's fact that supports it."""
 
     place: str
     scene: str
@@ -69,29 +64,31 @@ class _Lead:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is on its way to be found, and where M says that it may be."""
+    """A need, and the places where M says that it may be met."""
 
     need: str  # "find mug"
-    places: tuple[str, ...]  # that are left, best first
-    named: tuple[str, ...]  # all that this scene's entries name for this very need, also where it was looked in vain
-    ruled_out: frozenset[str]  # that M speaks for, too, and that were looked into in vain
+    places: tuple[str, ...]  # not searched yet, best first
+    named: tuple[str, ...]  # named by this scene's entries for exactly this need, searched or not
+    ruled_out: frozenset[str]  # supported by M, but searched in vain
 
 
 @dataclass(slots=True)
 class ExpertTeacher:
     """A `Compiler` that knows the expert's plan. `entry="random"` is the control that cites a wrong entry's place."""
 
-    batched: ClassVar[bool] = False  # the plan may take its environment seconds
+    needs_expert: ClassVar[bool] = True
+    batched: ClassVar[bool] = False  # planning may take the environment seconds
     entry: Literal["right", "random"] = "right"
     seed: int = 0
     reader: TrajectoryReader = field(default_factory=TrajectoryReader)
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = [self.emission(request) for request in requests]
-        return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
+    def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
+        """Write one emission per request, in order."""
+        emissions = [self.emission(r, context.plan) for r, context in zip(requests, contexts, strict=True)]
+        return [Compilation(render(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
-        """Say why each episode succeeded, or how it stopped."""
+        """Explain why each episode succeeded, or return how it stopped."""
         return [
             self.reader.rationale(episode.scene, [step.action for step in episode.steps])
             if episode.success
@@ -99,21 +96,22 @@ class ExpertTeacher:
             for episode in episodes
         ]
 
-    def search(self, request: CompileRequest) -> Search | None:
-        """Say what is looked for at this step and what is known of where; None where nothing is."""
-        request, plan = self._read(request)
-        if (need := self.reader.need(plan)) is None:
+    def search(self, request: CompileRequest, plan: Sequence[str] | None) -> Search | None:
+        """Return what the plan looks for at this step, and where it may be; None if it looks for nothing."""
+        request = self._related(request)
+        if (need := self.reader.need(plan or [])) is None:
             return None
         leads = self._leads(request, need.need)
         own = (lead for lead in leads if lead.fact.need == need.need and lead.scene == _scene(request.goal))
         left = tuple(lead.place for lead in self._left(request, need.need, leads))
         seen = {*self.reader.searched(request.history), self.reader.lacking(need.need, request.observation)}
-        told = [fact.place for _, fact in self._answers(request, need.need)]
-        vain = (p for p in seen.difference(left) if any(p == t or p in self.reader.likes(t, p) for t in told))
+        supported = [fact.place for _, fact in self._answers(request, need.need)]
+        vain = (p for p in seen.difference(left) if any(p == s or p in self.reader.likes(s, p) for s in supported))
         return Search(need.need, left, tuple(lead.place for lead in own), frozenset(vain))
 
-    def emission(self, request: CompileRequest) -> Emission:
-        request, plan = self._read(request)
+    def emission(self, request: CompileRequest, plan: Sequence[str] | None) -> Emission:
+        """Write the emission for a step with this expert plan."""
+        request, plan = self._related(request), plan or []
         need = self.reader.need(plan)
         ops = list(self._noted(request, request.state, plan, need)) if request.state is not None else []
         if need is not None:
@@ -121,14 +119,13 @@ class ExpertTeacher:
         guidance = self._next_step(request, plan) if self.entry == "right" else None
         return Emission(*(guidance or ("", "")), tuple(ops))
 
-    def _read(self, request: CompileRequest) -> tuple[CompileRequest, Sequence[str]]:
-        """Leave out entries of M that say nothing about the goal; and ask for the expert's plan."""
+    def _related(self, request: CompileRequest) -> CompileRequest:
+        """Leave out entries of M that are not related to the goal."""
         related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
-        plan = (request.expert() if request.expert else None) or []
-        return replace(request, memory=tuple(related)), plan
+        return replace(request, memory=tuple(related))
 
     def _searching(self, request: CompileRequest, plan: Sequence[str], need: str, ops: list[Op]) -> Emission:
-        """Name the best place that is not ruled out; nothing where the agent stands there, or meets the need now."""
+        """Name the best place that is not ruled out; nothing if the agent is there, or meets the need now."""
         right = self.entry == "right"
         leads = self._leads(request, need) if right else self._random_lead(request, need)
         left = self._left(request, need, leads)
@@ -142,12 +139,14 @@ class ExpertTeacher:
         reason = self.reader.sentence(lead.scene, lead.fact.need, lead.fact.place)
         return Emission(self.reader.way(lead.place), reason, tuple(ops))
 
-    # -- what M says --------------------------------------------------------------------------------------------------
+    # -- facts from M --------------------------------------------------------------------------------------------------
 
     def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """List the places where M says the need is met, best first: this scene's by name, in M's order (where there are
-        no scenes, the ones that most entries speak for first); then those of the kinds that most of other scenes'
-        entries name (beside this scene's own, only what two of them agree on: one alone says little)."""
+        """List the places where M says that the need is met, best first.
+
+        This scene's places come by name, in M's order (without scenes, by the number of entries that name them). Then
+        come the kinds of places that most entries of other scenes name (beside this scene's own, at least two).
+        """
         here, elsewhere = list[_Lead](), list[_Lead]()
         for entry, fact in self._answers(request, need):
             lead = _Lead(fact.place, entry.provenance.scene, fact)
@@ -163,26 +162,26 @@ class ExpertTeacher:
         return list(ranked.values())
 
     def _answers(self, request: CompileRequest, need: str) -> list[tuple[MemoryEntry, Fact]]:
-        """List what the entries know of the need, each place once for each; where none does, of its kind."""
-        told = [(entry, self.reader.facts(entry.provenance.actions)) for entry in request.memory]
-        exact = any(fact.need == need for _, facts in told for fact in facts)
+        """List the entries' facts about the need, each place once per entry; if there are none, about its kind."""
+        known = [(entry, self.reader.facts(entry.provenance.actions)) for entry in request.memory]
+        exact = any(fact.need == need for _, facts in known for fact in facts)
         kind = self.reader.broader(need)
         found = dict[tuple[int, str], tuple[MemoryEntry, Fact]]()
-        for number, (entry, facts) in enumerate(told):
+        for number, (entry, facts) in enumerate(known):
             for fact in facts:
                 if fact.need == need or (not exact and kind and self.reader.broader(fact.need) == kind):
                     found.setdefault((number, fact.place), (entry, fact))
         return list(found.values())
 
     def _known_places(self, request: CompileRequest, need: str) -> str:
-        """Return the text that names this scene's places: the first view, later what was noted of it."""
+        """Return a text that names this scene's places: the first view, later the Brief State's list."""
         if not request.history:
             return request.observation
         listed = self._listed(request, need)
         return request.observation if listed is None else ", ".join(listed)
 
     def _random_lead(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """Draw an entry that does not answer the need, and claim that its first place does."""
+        """Draw an entry that does not answer the need, and claim that its first place meets it."""
         others = [
             entry
             for entry in request.memory
@@ -198,10 +197,10 @@ class ExpertTeacher:
         return [_Lead(place, _scene(request.goal), Fact(need, place))] if place else []
 
     def _next_step(self, request: CompileRequest, plan: Sequence[str]) -> tuple[str, str] | None:
-        """Give (the plan's next command, what past episodes did here), where they did its like at the same point.
+        """Return (the plan's next command, what past episodes did here), if most did a command of this shape.
 
-        The point is the last step of the recipe that was taken, word for word in an entry or, where none has it, in
-        its shape. Words that goal, view and entries do not hold stay unsaid.
+        Past episodes are aligned by the recipe's last step, word for word or else by its shape. A command with words
+        that neither goal, view nor entries contain is not revealed.
         """
         if not self.reader.follows_recipes or not self.reader.steps(plan[:1]) or plan[0] in request.history[-1:]:
             return None
@@ -224,12 +223,12 @@ class ExpertTeacher:
             return None
         return step, f"after {before} came {following}" if before else f"it began with {following}"
 
-    # -- what the Brief State says ------------------------------------------------------------------------------------
+    # -- the Brief State ----------------------------------------------------------------------------------------------
 
     def _noted(
         self, request: CompileRequest, state: BriefState, plan: Sequence[str], need: Fact | None
     ) -> Iterator[Op]:
-        """Keep the state in step: subgoals, where to try (at the first view), what a place lacks and lacks no more."""
+        """Update subgoals, places to try (at the first view), and what a place lacks or no longer lacks."""
         yield from self._progress(request, state, plan)
         if not request.history:
             yield from self._to_try(request, state, plan)
@@ -243,20 +242,20 @@ class ExpertTeacher:
         yield from self._not_here(request, plan, need)
 
     def _not_here(self, request: CompileRequest, plan: Sequence[str], need: Fact | None) -> Iterator[Op]:
-        """Take the place in view from the lists of what it lacks, whatever is looked for now."""
+        """Remove the place in view from the lists of all things that it lacks."""
         for other in self._needs(plan):
             place, listed = self.reader.lacking(other, request.observation), self._listed(request, other) or ()
             if place not in listed:
                 continue
             left = [tried for tried in listed if tried != place]
-            if left or need is None or other != need.need:  # else it is said that memory knows no other
+            if left or need is None or other != need.need:  # else `_given_up` writes the note
                 yield Update(self.reader.thing(other), MAYBE + ", ".join(left) if left else NOWHERE)
 
     def _progress(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> list[Op]:
-        """Keep the state's subgoals in step with what is left of the plan."""
+        """Synchronise the state's subgoals with the rest of the plan."""
         mine = (entry.provenance.actions for entry in request.memory if of_scene(request.goal, entry))
         shown = frozenset(command for actions in mine for command in actions)
-        left = self.reader.subgoals(plan, request.goal, shown)[:MOST_SUBGOALS]
+        left = self.reader.subgoals(plan, request.goal, shown)[:MAX_ITEMS]
         known = [state.current, *state.pending] if state.current else []
         if not left:
             return []
@@ -268,33 +267,33 @@ class ExpertTeacher:
         return [Update(PLAN, "; ".join(left))]
 
     def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
-        """Name the places where M says that what the plan needs may be: later views do not list this scene's."""
+        """Note the places where M says that the plan's needs may be met, since later views do not list places."""
         for need in self._needs(plan) if self.reader.alike else ():
             places = [lead.place for lead in self._leads(request, need)]
             if places and state.belief(self.reader.thing(need)) is None:
                 yield Create(self.reader.thing(need), MAYBE + ", ".join(places[:MOST]))
 
     def _needs(self, plan: Sequence[str]) -> list[str]:
-        """List what the plan needs, each once."""
+        """List the plan's needs, each once."""
         return list(dict.fromkeys(fact.need for fact in self.reader.facts(plan)))
 
     def _listed(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
-        """Return the places that the state says are still to be tried; None where it says nothing of the kind."""
+        """Return the state's list of places to try; None without one."""
         noted = request.state.belief(self.reader.thing(need)) if request.state is not None else None
         return tuple(noted.removeprefix(MAYBE).split(", ")) if noted and noted.startswith(MAYBE) else None
 
     def _to_choose_from(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
-        """Return the list that a lead has to be on; the control's leads are random places, which stand on none."""
+        """Return the list that a lead has to be on; None for the control, whose leads are random places."""
         return self._listed(request, need) if self.entry == "right" else None
 
     def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:
-        """Leave out the places that history, view or Brief State speak against. History alone says that one was looked
-        into, not that nothing was there: who wandered off after a find has to come back by himself."""
+        """Leave out the places that view, Brief State or (without a list of places to try) history rule out. History
+        proves a visit, not that nothing was found, so the list takes precedence."""
         been = self.reader.searched(request.history) if self._to_choose_from(request, need) is None else ()
         return [lead for lead in leads if lead.place not in been and not self._lacks(request, need, lead.place)]
 
     def _lacks(self, request: CompileRequest, need: str, place: str) -> bool:
-        """Tell whether view or Brief State say that the place does not hold what is needed."""
+        """Return whether view or Brief State say that the place does not meet the need."""
         if place == self.reader.lacking(need, request.observation):
             return True
         if (listed := self._to_choose_from(request, need)) is not None:
@@ -302,7 +301,7 @@ class ExpertTeacher:
         return f"no {self.reader.thing(need)}" in _noted_of(request.state, place)
 
     def _given_up(self, request: CompileRequest, need: str, ops: Sequence[Op]) -> Emission:
-        """Say once that all places that M knows of have been tried; the Brief State keeps that it was said."""
+        """Say once that all places in M have been tried, and note it in the Brief State."""
         thing = self.reader.thing(need)
         known = request.state.belief(thing) if request.state is not None else NOWHERE
         if known == NOWHERE:
@@ -316,14 +315,13 @@ def _scene(goal: str) -> str:
 
 
 def _noted_of(state: BriefState | None, place: str) -> tuple[str, ...]:
-    """List what the state says that a place lacks."""
+    """List what a place lacks, according to the state."""
     known = state.belief(place) if state is not None else None
     return tuple(known.split(", ")) if known else ()
 
 
 def _most_said(leads: Sequence[_Lead], at_least: int = 1) -> list[_Lead]:
-    """Put the places that most leads name first, each once, with the first lead that names it; those of fewer than
-    `at_least` are left out."""
+    """Return the first lead to each place, by how many leads name it; drop places with fewer than `at_least`."""
     votes = Counter(lead.place for lead in leads)
     first = {lead.place: lead for lead in reversed(leads)}
     return [first[place] for place, n in votes.most_common() if n >= at_least]
@@ -335,14 +333,17 @@ def _words(text: str) -> set[str]:
 
 @dataclass(slots=True)
 class ExpertExecutor:
-    """Acts on the expert's plan; with probability `noise` it does something else instead, so that rows also cover
-    states off the shortest path. `Action.text` is always the expert's own choice: the label.
+    """Acts on the expert's plan. `Action.text` is always the expert's own choice: the label of the SFT row.
 
-    With `obeys` that choice is what guidance says, where it is a possible command. The plan knows where things are, M
-    only where they have been: labels that go elsewhere than guidance would ask soft tokens for what nobody can read.
+    Randomness depends on seed, goal and history alone: an episode does not depend on those played beside it.
 
-    Chance depends on seed, goal and history alone: an episode is the same whichever others are played beside it."""
+    Args:
+        noise: probability of a detour instead, so that rows cover states off the shortest path.
+        obeys: choose the guidance's command where it is possible. The plan knows where things are, M only where they
+            have been: labels that disagree with guidance would ask soft tokens for what M does not contain.
+    """
 
+    needs_expert: ClassVar[bool] = True
     batched: ClassVar[bool] = False
     noise: float = 0.0
     seed: int = 0
@@ -351,17 +352,17 @@ class ExpertExecutor:
     sees_images: bool = False
     reads: Reads = PAPER
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        return [self._act(request) for request in requests]
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        """Choose one action per request, in order."""
+        return [self._act(request, context.plan) for request, context in zip(requests, contexts, strict=True)]
 
-    def _act(self, request: ExecutorRequest) -> Action:
-        plan = request.expert() if request.expert else None
+    def _act(self, request: ExecutorRequest, plan: Sequence[str] | None) -> Action:
         if plan is None and not request.history:
             raise ValueError("the environment's expert knows no way to the goal")  # nothing to learn from this episode
-        said = request.delivered.guidance
-        label = said if self.obeys and said in (request.admissible or ()) else plan[0] if plan else "look"
+        guided = request.delivered.guidance
+        label = guided if self.obeys and guided in (request.admissible or ()) else plan[0] if plan else "look"
         detours = [c for c in request.admissible or () if c.startswith("go to ") and c != label]
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
         wander = detours and chance.random() < self.noise
         action = chance.choice(detours) if wander else label
-        return Action(action, Grounding.CHOICE, label, (), 0, 0)
+        return Action(action, Grounding.CHOICE, label)

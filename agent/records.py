@@ -1,12 +1,10 @@
-"""What a step is and what happened in an episode: the records that the loop, data generation, GRPO, evaluation and the
-report share.
+"""Records of steps and episodes, shared by the loop, data generation, GRPO, evaluation and the report.
 
-`StepInput` is what both roles read at a step. The loop makes it from what it sees, SFT rows and recorded episodes from
-what they hold, and `compile_request`, `delivered` and `executor_request` are the only way from it to a prompt.
+`StepInput` is what compiler and executor read at a step. The loop, SFT rows and recorded episodes create it, and
+`compile_request`, `delivered` and `executor_request` are the only functions that turn it into a request.
 
-Tensors (soft tokens, their Gaussian, log-probabilities) live on the step while the process lives, for training;
-`Episode.to_json` keeps everything that is text or number, and a summary of the tensors; `episode_from_json` and
-`read_episodes` bring that back.
+Tensors (soft tokens, their Gaussian, log-probabilities) stay on the `StepRecord` in memory, for training.
+`Episode.to_json` writes texts, numbers and a summary of the tensors; `episode_from_json` and `read_episodes` read them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,16 +39,16 @@ if TYPE_CHECKING:
     from executor.records import Action, Executor
 
 
-SOFT_MARK = "▪"  # how records show a soft token's place
+SOFT_MARK = "▪"  # stands for a soft token in recorded prompts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a step is
+# The input of a step
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What both roles may read at a step: goal, M, b_t, o_t, the actions so far, and what was compiled from them."""
+    """What compiler and executor may read at a step: goal, M, b_t, o_t, earlier actions, and the compilation."""
 
     goal: str  # as memory, compiler and executor state it
     observation: str
@@ -59,69 +57,81 @@ class StepInput:
     history: tuple[str, ...] = ()  # the actions before this step
     memory: tuple[MemoryEntry, ...] = ()
     state: BriefState | None = None  # b_t; None under a delivery without Brief State
-    pasted: str = ""  # the text of M, where it is delivered so
-    emission: Emission | None = None  # what the compiler said; None without a compiler, and before it is asked
-    soft: Tensor | None = None  # its soft tokens (N, d) at the executor's scale, where they are delivered
-    expert: Callable[[], list[str] | None] | None = None  # from here. Teachers may ask it, learned models never do
+    pasted: str = ""  # the text of M, where the delivery pastes it
+    emission: Emission | None = None  # None before and without compilation
+    soft: Tensor | None = None  # soft tokens (N, d) at the executor's scale, where they are delivered
     first: str = ""  # the episode's first observation
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeContext:
+    """What the loop passes to teachers beside a request, and never to learned models."""
+
+    plan: Sequence[str] | None = None  # the environment expert's commands from the current state to success
+    task_id: str = ""
+    seed: int = 0  # of the run
+
+
 def compile_request(step: StepInput) -> CompileRequest:
-    """Ask the compiler for (M, b_t, o_t) -> emission (paper Eq. 3 and 4)."""
-    return CompileRequest(step.goal, step.memory, step.state, step.observation, step.image, step.history, step.expert)
+    """Write the compiler's request: (M, b_t, o_t) -> emission (paper Eq. 3 and 4)."""
+    return CompileRequest(
+        goal=step.goal,
+        memory=step.memory,
+        state=step.state,
+        observation=step.observation,
+        image=step.image,
+        history=step.history,
+    )
 
 
 def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
-    """Give what memory contributes to this executor's prompt: M as it is pasted, or what was compiled from it (of which
-    not every executor can or shall read the Brief State and the soft tokens), or nothing."""
+    """Return the memory part of this executor's prompt: pasted M, or the parts of the compilation that it reads."""
     if step.emission is None:
         return MemoryBlock(memory=step.pasted)
     reads, emission, lines = executor.reads, step.emission, []
     if reads.state and step.state is not None:
-        lines = render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
+        lines = render_brief_state(step.state).split("\n")[1:]  # without the goal, which the prompt holds already
     soft = step.soft if soft_is_read(soft_read_on(executor), emission) else None
     return MemoryBlock(state="\n".join(lines), guidance=emission.guidance, reason=emission.reason, soft=soft)
 
 
 def soft_read_on(executor: Executor) -> SoftOn:
-    """Say beside which emissions this executor reads soft tokens."""
+    """Return beside which emissions this executor reads soft tokens."""
     return executor.reads.soft_on if executor.accepts_soft else "never"
 
 
 def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
-    """Ask for one action, with what this executor reads."""
-    image = step.image if executor.sees_images else None
-    first = step.first if executor.reads.first_view and step.history else ""  # at the first step it is in view
+    """Write this executor's request for one action."""
+    reads = executor.reads
     return ExecutorRequest(
-        step.goal,
-        delivered(step, executor),
-        step.history,
-        step.observation,
-        step.admissible,
-        step.expert,
-        image,
-        executor.reads.history,
-        first,
-        executor.reads.goal_last,
+        goal=step.goal,
+        delivered=delivered(step, executor),
+        history=step.history,
+        observation=step.observation,
+        admissible=step.admissible,
+        image=step.image if executor.sees_images else None,
+        shown=reads.history,
+        first=step.first if reads.first_view and step.history else "",  # at the first step, `observation` holds it
+        goal_last=reads.goal_last,
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What happened
+# The record of an episode
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """Step t of an episode: what was seen, compiled, prompted, done and answered."""
+    """Step t of an episode: observation, compilation, prompts, action and feedback."""
 
     t: int
     observation: str
     image: Image | None
     admissible: tuple[str, ...] | None
     brief_before: str
-    memory_ids: tuple[str, ...] | None = None  # of what was recalled; None: what the episode began with
+    memory_ids: tuple[str, ...] | None = None  # of the recalled entries; None: as at the first step
     brief_after: str = ""
-    emission_text: str = ""  # raw compiler output, kept even when it does not parse; "" without a compiler
+    emission_text: str = ""  # raw compiler output, also where it does not parse; "" without a compiler
     emission_kind: str = ""  # EXPERIENCE | BRIEF | HYBRID | NOACTION; "" without a compiler
     compiler_prompt_ids: tuple[int, ...] = ()
     emission_ids: tuple[int, ...] = ()
@@ -129,63 +139,73 @@ class StepRecord:
     guidance: str = ""
     reason: str = ""
     op_errors: tuple[str, ...] = ()
-    soft: Mapping[str, float] | None = None  # {"n", "mu_norm", "sigma_mean", "z_norm"} of the soft tokens, if any
-    soft_read: bool = False  # whether the executor read soft tokens, for there may be some that it does not
-    executor_prompt: str = ""  # decoded, with soft tokens shown as placeholders
+    soft: Mapping[str, float] | None = None  # statistics n, mu_norm, sigma_mean, z_norm of the soft tokens
+    soft_read: bool = False  # whether the executor read the soft tokens
+    executor_prompt: str = ""  # decoded; SOFT_MARK stands for a soft token
     executor_prompt_ids: tuple[int, ...] = ()
-    executor_text: str = ""  # what the executor produced, before grounding
-    sure: float | None = None  # how likely it held its likeliest command before anything was compiled, if it was asked
-    needed: float | None = None  # how likely compiling was to say something, if that was guessed beforehand
+    executor_text: str = ""  # raw executor output, before grounding
+    sure: float | None = None  # probability of the likeliest command without a compilation, under `where_unsure`
+    needed: float | None = None  # the compile gate's probability that the compiler guides
     action: str = ""
     grounding: str = ""  # "choice" | "exact" | "fuzzy" | "failed"
     feedback: str = ""
     progress: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)  # {"compiler", "executor", "environment"}
-    tokens: dict[str, int] = field(default_factory=dict)  # {"compiler_in", "compiler_out", and of the executor}
+    seconds: dict[str, float] = field(default_factory=dict)  # of compiler, executor and environment
+    tokens: dict[str, int] = field(default_factory=dict)  # ROLE_in, ROLE_out and ROLE_cached
     # Tensors and token ids for training; not serialised.
     compilation: Compilation | None = None
     decision: Action | None = None
 
-    def note_compilation(self, made: Compilation) -> None:
-        """Record what the compiler said."""
-        self.emission_text, self.emission_kind = made.text, str(made.emission.kind)
-        self.parse_error = str(made.parse_error) if made.parse_error else None
-        self.guidance, self.reason = made.emission.guidance, made.emission.reason
-        self.compiler_prompt_ids, self.emission_ids = made.prompt_ids, made.emission_ids
-        self._note_tokens("compiler", made)
-        self.compilation = made
-        if made.mu is not None and made.log_sigma is not None and made.z is not None:
+    def note_compilation(self, compilation: Compilation) -> None:
+        """Record the compilation."""
+        self.emission_text, self.emission_kind = compilation.text, str(compilation.emission.kind)
+        self.parse_error = str(compilation.parse_error) if compilation.parse_error else None
+        self.guidance, self.reason = compilation.emission.guidance, compilation.emission.reason
+        self.compiler_prompt_ids, self.emission_ids = compilation.prompt_ids, compilation.emission_ids
+        self._note_tokens("compiler", compilation)
+        self.compilation = compilation
+        if compilation.mu is not None and compilation.log_sigma is not None and compilation.z is not None:
             self.soft = {
-                "n": float(len(made.mu)),
-                "mu_norm": made.mu.norm(dim=-1).mean().item(),
-                "sigma_mean": made.log_sigma.exp().mean().item(),
-                "z_norm": made.z.norm(dim=-1).mean().item(),
+                "n": float(len(compilation.mu)),
+                "mu_norm": compilation.mu.norm(dim=-1).mean().item(),
+                "sigma_mean": compilation.log_sigma.exp().mean().item(),
+                "z_norm": compilation.z.norm(dim=-1).mean().item(),
             }
 
-    def note_action(self, request: ExecutorRequest, made: Action, seconds: float) -> None:
-        """Record what the executor read and decided; where it is asked again, both times cost."""
-        self.action, self.grounding, self.executor_text, self.decision = made.action, str(made.how), made.text, made
-        self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), made.prompt_ids
+    def note_action(self, request: ExecutorRequest, action: Action, seconds: float) -> None:
+        """Record prompt and action. A second call at one step adds its tokens and seconds to the first's."""
+        self.action, self.grounding, self.executor_text = action.action, str(action.how), action.text
+        self.decision = action
+        self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
         self.soft_read = request.delivered.n_soft > 0
-        self._note_tokens("executor", made)
+        self._note_tokens("executor", action)
         self.seconds["executor"] = self.seconds.get("executor", 0.0) + seconds
 
     def note_transition(self, transition: Transition) -> None:
-        """Record what the environment answered."""
+        """Record feedback and progress."""
         self.feedback, self.progress = transition.observation.text, transition.progress
 
     def told(self) -> Record:
-        """Tell a memory system of the step."""
-        return Record(self.t, self.observation, self.action, self.feedback, refused(self), self.progress)
+        """Return the step as memory systems read it."""
+        return Record(
+            t=self.t,
+            observation=self.observation,
+            action=self.action,
+            feedback=self.feedback,
+            refused=refused(self),
+            progress=self.progress,
+        )
 
-    def _note_tokens(self, role: str, made: Compilation | Action) -> None:
-        for way, count in (("in", made.tokens_in), ("out", made.tokens_out), ("cached", made.tokens_cached)):
+    def _note_tokens(self, role: str, output: Compilation | Action) -> None:
+        for way, count in (("in", output.tokens_in), ("out", output.tokens_out), ("cached", output.tokens_cached)):
             if count is not None:
                 self.tokens[f"{role}_{way}"] = self.tokens.get(f"{role}_{way}", 0) + count
 
 
 @dataclass(slots=True)
 class Episode:
+    """Record of one episode."""
+
     task_id: str
     goal: str
     scene: str
@@ -194,21 +214,21 @@ class Episode:
     family: str
     delivery: str
     seed: int
-    memory_ids: tuple[str, ...] = ()  # of what was recalled at the beginning, and its text
+    memory_ids: tuple[str, ...] = ()  # of the entries recalled at the first step
     memory_text: str = ""
     bank_version: int | None = None
-    made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that no bank holds, by id
+    made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that the memory generated, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False
     progress: float = 0.0
     stop_reason: StopReason = StopReason.STEP_LIMIT
     error: str = ""
-    rationale: str = ""  # why it went so, where a teacher has said it
-    retries: list[Episode] = field(default_factory=list)  # further attempts, from which memory learns; never scored
-    broken: tuple[str, ...] = ()  # what broke earlier attempts, which this one replaces (`runtime.attempts`)
+    rationale: str = ""  # a teacher's explanation of success or failure
+    retries: list[Episode] = field(default_factory=list)  # memory learns from them, metrics ignore them
+    broken: tuple[str, ...] = ()  # errors of broken attempts that this one replaces (`runtime.attempts`)
 
     def to_json(self, images: bool = False) -> dict[str, Any]:
-        """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
+        """Return a JSON-ready dict without tensors; with `images`, pictures as base64 PNG."""
         head = {k: getattr(self, k) for k in self.__slots__ if k not in ("steps", "retries")}  # type: ignore[attr-defined]
         made = [entry.to_json() for entry in self.made.values()]
         steps = [_step_json(step, images) for step in self.steps]
@@ -217,11 +237,11 @@ class Episode:
 
     @property
     def failure(self) -> str:
-        """Say what broke this episode or one of its further attempts; "" where nothing did."""
+        """Return the first failure of this episode or its retries; "" without one."""
         return first_failure((e.stop_reason, e.error) for e in (self, *self.retries))
 
     def note_recall(self, recalled: Recall, step: StepRecord) -> None:
-        """Record what was recalled for a step; the first is what the episode begins with."""
+        """Record what memory recalled for a step."""
         ids = tuple(entry.id for entry in recalled.entries)
         if step.t == 0:
             self.memory_ids, self.memory_text = ids, memory_text([entry.text for entry in recalled.entries])
@@ -231,13 +251,13 @@ class Episode:
             self.made |= {entry.id: entry for entry in recalled.entries}
 
     def memory_at(self, t: int, kept: Kept) -> tuple[MemoryEntry, ...]:
-        """Return what was recalled for step t. Raises: KeyError, where neither bank nor record holds one."""
+        """Return the entries recalled for step t. Raises: KeyError, if neither bank nor record holds one."""
         ids = self.steps[t].memory_ids
         return tuple(self.made.get(id) or kept[id] for id in (self.memory_ids if ids is None else ids))
 
 
 def refused(step: StepRecord) -> bool:
-    """Tell whether the action was no command, or the environment answered that it is not possible."""
+    """Return whether the action was no command, or the environment refused it."""
     refusals = tuple(words for spec in loaded() for words in spec.refusals)
     return step.grounding == "failed" or step.feedback.startswith(refusals)
 
@@ -249,6 +269,7 @@ def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
 
 
 def png_base64(image: Image) -> str:
+    """Encode a picture as base64 PNG."""
     return base64.b64encode(png_bytes(image)).decode("ascii")
 
 
@@ -261,11 +282,10 @@ _EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
 
 
 def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
-    """Rebuild the episode that `to_json` wrote, without its tensors and (unless `images`) its pictures. Unknown keys
-    are ignored.
+    """Read an episode that `to_json` wrote, without tensors and (unless `images`) pictures. Ignores unknown keys.
 
     Raises:
-        ValueError: a needed key is missing, or a value cannot be what it should be.
+        ValueError: a required key is missing, or a value has the wrong type.
     """
     try:
         head = {key: value for key, value in row.items() if key in _EPISODE_FIELDS}
@@ -280,7 +300,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
 
 
 def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
-    """Read the episodes of a JSONL file, one at a time. Raises: ValueError, naming the line that holds none."""
+    """Read the episodes of a JSONL file one at a time. Raises: ValueError, with the number of the bad line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

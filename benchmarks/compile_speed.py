@@ -44,12 +44,11 @@ from runtime.progress import quiet
 from runtime.settings import PathName, Settings
 
 console = Console(width=150)
-NONE = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
+NONE = Speed(drafts=0, prefix_mib=0, second_pass="always")
 ROOM = 4096.0  # MiB for what is kept: enough for all episodes
 LEVERS = {
     "none": NONE,
     "drafts": NONE.model_copy(update={"drafts": Speed().drafts}),
-    "shrink": NONE.model_copy(update={"shrink": True}),
     "prefixes": NONE.model_copy(update={"prefix_mib": ROOM}),
     "second pass": NONE.model_copy(update={"second_pass": "read"}),
     "all": Speed(prefix_mib=ROOM),

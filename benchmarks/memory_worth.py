@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from agent.deliveries import find
 from agent.episode import Limits, run_episodes
-from agent.records import Episode
+from agent.records import Episode, EpisodeContext
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.experience import filled_bank
@@ -46,18 +46,18 @@ class Searcher:
     """Searches in random order for what the plan would find, and goes first where guidance says. Chance depends on
     seed, goal and history alone."""
 
+    needs_expert: ClassVar[bool] = True
     batched: ClassVar[bool] = False
     seed: int
     accepts_soft: bool = False
     sees_images: bool = False
     reads: Reads = PAPER
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        texts = [self._choose(request) for request in requests]
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        texts = [self._choose(r, context.plan or ["look"]) for r, context in zip(requests, contexts, strict=True)]
         return [Action(text, Grounding.CHOICE, text, (), 0, 0) for text in texts]
 
-    def _choose(self, request: ExecutorRequest) -> str:
-        plan = (request.expert() if request.expert else None) or ["look"]
+    def _choose(self, request: ExecutorRequest, plan: Sequence[str]) -> str:
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
         return self.search(request, plan, chance) or plan[0]
 

@@ -230,9 +230,9 @@ class ScriptedDecoder(Decoder):
 
     script: Sequence[tuple[int, ...]] = ()
 
-    def _sample(self, logprobs: Tensor, batch: Sequence[Any], guesses: Sequence[str]) -> Tensor:
-        tokens = super()._sample(logprobs, batch, guesses)
-        for place, (row, guess) in enumerate(zip(batch, guesses, strict=True)):
+    def _sample(self, logprobs: Tensor, rows: Sequence[Any], guesses: Sequence[Sequence[int]]) -> Tensor:
+        tokens = super()._sample(logprobs, rows, guesses)
+        for place, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
             said = self.script[row.index][row.length : row.length + 1 + len(guess)] if row.going else ()
             tokens[place, : len(said)] = torch.tensor(said, dtype=torch.long)
         return tokens

@@ -1,4 +1,4 @@
-"""What compilers with a language model share, whatever runs it: prompts as ids, and compilations from drafts."""
+"""Base class of compilers with a language model: prompts as token ids, and compilations from drafts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
 
-Generators = torch.Generator | Sequence[torch.Generator]  # of a whole batch, or of each row
+Generators = torch.Generator | Sequence[torch.Generator]  # one for the batch, or one per row
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
+    """A sampled emission. `ids` ends with the end-of-turn token, which is forced if the emission was truncated."""
 
     ids: tuple[int, ...]
-    logprobs: Tensor
+    logprobs: Tensor  # (T,), without a forced end
     truncated: bool
-    cached: int | None = None  # of the prompt's tokens, out of a prefix cache
+    cached: int | None = None  # tokens of the prompt from a prefix cache
 
 
 class TokenCompiler:
-    """Encodes requests and makes compilations of drafts; its backends sample them and read their soft tokens."""
+    """Encodes requests and converts drafts to compilations. Subclasses sample the drafts and their soft tokens."""
 
     encoder: PromptEncoder
     projector: Projector
@@ -37,8 +37,8 @@ class TokenCompiler:
     speed: Speed
     instructions: str
     generator: torch.Generator  # on the projector's device
-    weight_version: int  # of the weights, changed by whoever changes them; every compilation bears it
-    context: int | None  # tokens that the model reads and writes; None where nobody knows
+    weight_version: int  # training increments it with every update; stored in every compilation
+    context: int | None  # context length of the model in tokens; None if unknown
 
     @property
     def n_tokens(self) -> int:
@@ -46,52 +46,53 @@ class TokenCompiler:
 
     @property
     def broken(self) -> str | None:
-        """Why it will never compile again, for services. (An engine in this process does not die alone.)"""
+        """Return why it can never compile again; None while it can. Subclasses with an engine override it."""
         return None
 
     def encode(self, request: CompileRequest) -> Prompt:
+        """Encode a request as token ids and pictures."""
         return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
 
     @torch.no_grad()
     def compile(
         self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
     ) -> list[Compilation]:
-        """Write emission and soft tokens for each request, in their order.
+        """Return emission and soft tokens for each request, in order.
 
         Args:
-            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
+            seeds: sample each request as if it were compiled alone by a generator with its seed.
             wanted: see `compiler.records.Wanted`.
 
         Raises:
             ContextLengthError: a prompt leaves no room for its emission.
-            ValueError: the engine cannot read a prompt, or cannot sample as `decoding` says.
+            ValueError: the engine cannot read a prompt, or cannot sample as `decoding` requires.
         """
         if not requests:
             return []
         prompts = [self.encode(request) for request in requests]
-        # Room for emission, forced end of turn and memory tokens, and one more, which vLLM is asked for behind them.
+        # Room for emission, forced end of turn and memory tokens, and one token that vLLM generates behind them.
         room = self.decoding.max_new_tokens + self.n_tokens + 2
         for prompt in prompts:
             check_context("compiler", len(prompt.ids), room, self.context)
         own = [torch.Generator(device=self.generator.device).manual_seed(seed) for seed in seeds or ()]
         by = own or self.generator
         drafts, gaussian = self._draft(requests, prompts, by, wanted)
-        return self._compilations(requests, prompts, drafts, gaussian, by)
+        return self._compilations(requests, prompts, drafts=drafts, gaussian=gaussian, by=by)
 
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
     ) -> tuple[list[Draft], Gaussian]:
-        """Sample the emissions and read the Gaussian of their soft tokens (B, N, d), of no use where `makes_soft` says
-        that there are none."""
+        """Sample the emissions and the Gaussian of their soft tokens (B, N, d), which is undefined in rows for which
+        `makes_soft` is False."""
         raise NotImplementedError
 
     def parsed(self, ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
-        """Give the text of an emission that ends with an end of turn, forced where truncated; and what it says."""
+        """Decode and parse an emission that ends with an end of turn, forced where truncated."""
         text = self.encoder.tokenizer.decode(ids[:-1])
         return text, ParseResult(Emission(), ParseError.TRUNCATED) if truncated else parse(text)
 
     def makes_soft(self, request: CompileRequest, ids: Sequence[int], truncated: bool) -> bool:
-        """Say whether soft tokens are made beside an emission, given as for `parsed`."""
+        """Return whether soft tokens are computed beside an emission (arguments as for `parsed`)."""
         whole = self.speed.second_pass == "always" or request.soft_on == "always"
         return whole or soft_is_read(request.soft_on, self.parsed(ids, truncated)[1].emission)
 
@@ -103,7 +104,7 @@ class TokenCompiler:
         gaussian: Gaussian,
         by: Generators,
     ) -> list[Compilation]:
-        """Parse the drafts and draw their soft tokens."""
+        """Parse the drafts and sample their soft tokens."""
         temperature = self.decoding.soft_temperature
         noise = _draw_noise(self.projector, gaussian, temperature, by)
         z = gaussian.at(noise, temperature)
@@ -115,10 +116,10 @@ class TokenCompiler:
             "soft": self.projector.to_embeddings(z),
             "latent_logprobs": gaussian.log_prob(z, temperature or 1.0),
         }
-        # One copy from the device for the batch; rows are cloned, or each would keep all of it alive.
+        # One copy from the device per batch. Rows are cloned, since a view would keep the whole batch in memory.
         rows = torch.cat([tensor.float().flatten(1) for tensor in of_soft.values()], 1).cpu()
         sizes = [tensor[0].numel() for tensor in of_soft.values()]
-        made = []
+        compilations = []
         for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
             text, parsed = self.parsed(draft.ids, draft.truncated)
             compilation = Compilation(
@@ -140,12 +141,12 @@ class TokenCompiler:
                     setattr(compilation, name, part.view(tensor.shape[1:]).clone())
                 compilation.noise = compilation.noise if temperature else None
                 compilation.tokens_out += z.shape[1]
-            made.append(compilation)
-        return made
+            compilations.append(compilation)
+        return compilations
 
 
 def _draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by: Generators) -> Tensor:
-    """Draw the soft tokens' noise (B, N, d)."""
+    """Sample the noise of the soft tokens (B, N, d)."""
     if isinstance(by, torch.Generator):
         return projector.noise(gaussian, temperature, by)
     rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), by, strict=True)

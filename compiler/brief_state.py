@@ -1,13 +1,13 @@
 """Brief State b_t (paper section 3.2.2): the structured runtime context that the compiler reads and maintains.
 
-Two dimensions: task progress (goal, completed, current and pending subgoals) and environment belief (key -> value).
-Pure data with value semantics; four operations change it (Create, Update, Delete, Fold). The reserved key `plan`
-addresses task progress with the same operations: creating it sets current and pending subgoals from a
-`; `-separated list, updating replaces them, deleting clears them. Every other key is a belief.
+It holds task progress (goal, completed, current and pending subgoals) and environment beliefs (key -> value). It is an
+immutable value; four operations return a changed one (Create, Update, Delete, Fold). The reserved key `plan` addresses
+task progress: creating it sets current and pending subgoals from a `; `-separated list, updating replaces them,
+deleting clears them. Every other key is a belief.
 
-What is believed lasts until it is updated or deleted; Fold moves the current subgoal on and leaves beliefs alone. A
-state is bounded all the same: it keeps the `MOST` beliefs that were written last, and the `MOST` subgoals that were
-completed last; a plan of more subgoals, and a text of more than `LONGEST` characters, are operations that fail.
+Beliefs last until they are updated or deleted. Fold completes the current subgoal and leaves beliefs unchanged. The
+state is bounded: it holds the `MAX_ITEMS` latest beliefs and the `MAX_ITEMS` latest completed subgoals. An operation
+fails if its plan has more subgoals, or a text has more than `MAX_CHARACTERS` characters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from runtime.told import without_newlines
 
 PLAN = "plan"
-MOST, LONGEST = 32, 200
+MAX_ITEMS, MAX_CHARACTERS = 32, 200
 
 
 class BriefStateError(ValueError):
-    """An operation that does not apply to this state. The loop counts it and goes on with the state unchanged."""
+    """An operation that does not apply to this state. The loop records it and leaves the state unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ Op = Create | Update | Delete | Fold
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """A fact. White space in key and value is one_line."""
+    """A fact. White space in key and value is collapsed."""
 
     key: str
     value: str
@@ -65,13 +65,13 @@ class Belief:
 
 @dataclass(frozen=True, slots=True)
 class BriefState:
-    """The state. The goal becomes a single line; white space in subgoals is collapsed."""
+    """The state b_t. Newlines are removed from the goal; white space in subgoals is collapsed."""
 
     goal: str
     completed: tuple[str, ...] = ()
     current: str = ""
     pending: tuple[str, ...] = ()
-    beliefs: tuple[Belief, ...] = ()  # the last written stands last
+    beliefs: tuple[Belief, ...] = ()  # in the order of their last change
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", without_newlines(self.goal))
@@ -80,13 +80,13 @@ class BriefState:
         object.__setattr__(self, "pending", tuple(map(one_line, self.pending)))
 
     def apply(self, op: Op) -> BriefState:
-        """Give the state after one operation. Raises: BriefStateError, where it does not apply."""
+        """Return the state after one operation. Raises: BriefStateError, if the operation does not apply."""
         planned, known = bool(self.current or self.pending), {belief.key for belief in self.beliefs}
         match op:
             case Fold(summary):
                 _require(bool(self.current), "fold: no current subgoal")
                 _require_short("fold", summary)
-                return replace(self, completed=(*self.completed, summary)[-MOST:])._with_plan(self.pending)
+                return replace(self, completed=(*self.completed, summary)[-MAX_ITEMS:])._with_plan(self.pending)
             case Create(key, value) if key == PLAN:
                 _require(not planned, "create: there is a plan already")
                 return self._with_plan(_subgoals("create", value))
@@ -99,7 +99,7 @@ class BriefState:
             case Create(key, value):
                 _require(key not in known, f"create: key exists: {key}")
                 _require_short("create", key, value)
-                return replace(self, beliefs=(*self.beliefs, Belief(key, value))[-MOST:])
+                return replace(self, beliefs=(*self.beliefs, Belief(key, value))[-MAX_ITEMS:])
             case Update(key, value):
                 _require(key in known, f"update: no such key: {key}")
                 _require_short("update", value)
@@ -109,6 +109,7 @@ class BriefState:
                 return replace(self, beliefs=self._beliefs_without(key))
 
     def belief(self, key: str) -> str | None:
+        """Return the value of a belief; None without it."""
         return next((b.value for b in self.beliefs if b.key == key), None)
 
     def _beliefs_without(self, key: str) -> tuple[Belief, ...]:
@@ -125,18 +126,21 @@ def _require(holds: bool, error: str) -> None:
 
 
 def _require_short(operation: str, *texts: str) -> None:
-    _require(max(map(len, texts), default=0) <= LONGEST, f"{operation}: a text of more than {LONGEST} characters")
+    _require(
+        max(map(len, texts), default=0) <= MAX_CHARACTERS,
+        f"{operation}: a text of more than {MAX_CHARACTERS} characters",
+    )
 
 
 def _subgoals(operation: str, value: str) -> list[str]:
     subgoals = _texts(value)
-    _require(len(subgoals) <= MOST, f"{operation}: a plan of more than {MOST} subgoals")
+    _require(len(subgoals) <= MAX_ITEMS, f"{operation}: a plan of more than {MAX_ITEMS} subgoals")
     _require_short(operation, *subgoals)
     return subgoals
 
 
 def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[str, ...]]:
-    """Make b_{t+1} = Apply(ops, b_t), in order; an operation that fails is skipped and its error returned."""
+    """Return b_{t+1} = Apply(ops, b_t), and the errors of the operations that failed and were skipped."""
     errors: list[str] = []
     for op in ops:
         try:
@@ -147,11 +151,11 @@ def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text form: few tokens, and it round-trips (parse_brief_state(render_brief_state(b)) == b).
+# Text form: parse_brief_state(render_brief_state(b)) == b
 
 
 def render_brief_state(state: BriefState) -> str:
-    """Write one line per non-empty field."""
+    """Render the state as text, one line per non-empty field."""
     fields = {
         "goal": [escape(state.goal, ";")],
         "done": [escape(subgoal, ";") for subgoal in state.completed],
@@ -164,7 +168,7 @@ def render_brief_state(state: BriefState) -> str:
 
 
 def parse_brief_state(text: str) -> BriefState:
-    """Read what `render_brief_state` writes. Raises: ValueError, for text that no Brief State renders to."""
+    """Parse the text of `render_brief_state`. Raises: ValueError, if the text is no rendered Brief State."""
     parts = [line.partition(": ") for line in text.split("\n")]
     lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
     if unknown := set(lines) - {"goal", "done", "now", "next", "note"}:
@@ -182,20 +186,22 @@ def parse_brief_state(text: str) -> BriefState:
 
 
 def one_line(text: str) -> str:
-    """Collapse white space of any kind to single spaces: what every field of the language holds."""
+    """Collapse white space of any kind to single spaces."""
     return " ".join(text.split())
 
 
 def escape(text: str, marks: str) -> str:
+    """Escape backslashes and `marks` with a backslash."""
     return re.sub(rf"([\\{re.escape(marks)}])", r"\\\1", text)
 
 
 def unescape(text: str) -> str:
+    """Remove the escapes of `escape`."""
     return re.sub(r"\\(.)", r"\1", text)
 
 
 def split_unescaped(text: str, mark: str) -> list[str]:
-    """Split at every `mark` that no backslash escapes; the parts keep their escapes."""
+    """Split at every unescaped `mark`. The parts keep their escapes."""
     parts, begin = list[str](), 0
     for found in re.finditer(rf"\\.|{re.escape(mark)}", text, re.DOTALL):
         if found[0] == mark:

@@ -1,4 +1,4 @@
-"""From settings to the compiler that they name."""
+"""Loads the compiler that the settings describe."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ log = logging.getLogger("memcompiler.compiler")
 
 
 def load_compiler(
-    config: CompilerConfig, executor: object, seed: int = 0, told: str = "", weights: Weights = "device"
+    config: CompilerConfig, executor: object, seed: int = 0, instructions: str = "", weights: Weights = "device"
 ) -> MemoryCompiler:
-    """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones (of a merged one
-    model and projector, with a fresh LoRA, which changes nothing). Always the Hugging Face model, which training needs;
-    `load_served_compiler` makes the engine that is fast.
+    """Load the compiler in transformers, whatever `engine` says: training needs it.
+
+    Without `checkpoint`, LoRA and projector are new. A merged checkpoint gets a new LoRA, which changes nothing.
 
     Args:
-        executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
-        told: about the environment (`EnvSpec.compiling`), shown unless the settings say `none`.
-        weights: where the base's are to be; LoRA's go with them.
+        executor: a new projector is made for its `embedding_table`; unused with a checkpoint.
+        instructions: of the environment (`EnvSpec.compiling`), shown unless `compiler.instructions` is none.
+        weights: device of the base model's weights and LoRA.
 
     Raises:
-        ConfigError: a new compiler for an executor whose embeddings nobody knows.
-        CheckpointError: a checkpoint that is missing, or does not fit the model.
+        ConfigError: a new compiler for an executor with unknown embeddings.
+        CheckpointError: the checkpoint is missing, or does not fit the model.
     """
     import torch
 
@@ -49,34 +49,41 @@ def load_compiler(
 
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
     merged = found is not None and checkpoint.is_merged(found)
-    torch.manual_seed(seed)  # the initialisation of LoRA and projector
+    torch.manual_seed(seed)  # for the initialisation of LoRA and projector
     backbone = backbone_of(config, found if merged else None, weights)
-    if found:  # for a closed executor, too: its projector was trained against another one
+    if found:
         lora = config.lora if merged else _adapter(config, found)
         projector = checkpoint.load_projector(found)
     else:
         table: Tensor | None = getattr(executor, "embedding_table", None)
         if table is None:
-            raise ConfigError("a new compiler is made for an executor whose embeddings are known: engine hf or vllm")
-        lora = config.lora
-        emb_std = measured_std(table) if config.soft.emb_std == "auto" else config.soft.emb_std
-        shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
-        soft = config.soft
-        projector = Projector(ProjectorConfig(*shape, soft.projector, emb_std, soft.init_log_sigma, soft.normalise))
-    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed, config.speed)
+            raise ConfigError("a new compiler needs an executor whose embeddings are known: executor.engine=hf or vllm")
+        lora, soft = config.lora, config.soft
+        projector = Projector(
+            ProjectorConfig(
+                d_compiler=backbone.hidden_size,
+                d_executor=table.shape[1],
+                n_tokens=soft.n_tokens,
+                kind=soft.projector,
+                emb_std=measured_std(table) if soft.emb_std == "auto" else soft.emb_std,
+                init_log_sigma=soft.init_log_sigma,
+                normalise=soft.normalise,
+            )
+        )
+    compiler = MemoryCompiler(backbone, projector, lora=lora, seed=seed, **_common(config, instructions))
     if found and not merged:
         checkpoint.load(found, compiler)
     return compiler
 
 
 def measured_std(table: Tensor) -> float:
-    """Measure the standard deviation of embeddings (V, d): the scale of soft tokens."""
+    """Return the standard deviation of embeddings (V, d): the scale of soft tokens."""
     return float(table.float().std())
 
 
-def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") -> VllmCompiler:
-    """Make the trained compiler in a vLLM engine; `told` as in `load_compiler`. Raises: ConfigError or
-    CheckpointError, where there is none."""
+def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = "") -> VllmCompiler:
+    """Load the trained compiler in a vLLM engine; `instructions` as in `load_compiler`. Raises: ConfigError or
+    CheckpointError, without a checkpoint."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import load_encoder
@@ -84,42 +91,43 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     from lm.vllm import load_engine, pinned
 
     if config.checkpoint is None:
-        raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
+        raise ConfigError("a compiler in vLLM has to be trained: set compiler.checkpoint")
     found = checkpoint.find(Path(config.checkpoint))
     merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
     lora = None if merged else _adapter(config, found)
     name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)
-    rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank  # that GRPO may send later
+    # Without an adapter, GRPO may load one of the settings' rank later.
+    rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank
     llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
-    device = device_of(config.device)  # with its number: worker threads have another current GPU
-    how = *_how(config, told), seed, config.constrained, device, config.speed
-    served = VllmCompiler(llm, encoder, projector, *how)
+    device = device_of(config.device)  # with its number, since worker threads have another current GPU
+    common = _common(config, instructions)
+    served = VllmCompiler(llm, encoder, projector, seed=seed, device=device, **common)
     if not merged:
         served.load_adapter(found, 0, projector)
     return served
 
 
 def load_remote_compiler(config: CompilerConfig, seed: int = 0) -> RemoteCompiler:
-    """Make the client of `memcompiler serve compiler` at the settings' url."""
+    """Create the client of the compiler service at `compiler.url`."""
     from compiler.client import RemoteCompiler
 
     return RemoteCompiler(str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
 
 
 def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
-    """Warn where the executor reads something else than the compiler was trained for."""
+    """Warn if the executor reads other inputs than the compiler was trained for."""
     if trained is not None:
-        trained = {**ExecutorConfig().reading, **trained}  # old ones do not say all of it
+        trained = {**ExecutorConfig().reading, **trained}  # old checkpoints lack newer settings
     if trained == executor.reading:
         return
-    told = lambda reading: " ".join(f"executor.{name}={str(value).lower()}" for name, value in reading.items())
-    was = f"was trained with {told(trained)}" if trained else "does not say what its executor read in training"
-    log.warning("the compiler of %s %s; this run has %s", compiler, was, told(executor.reading))
+    shown = lambda reading: " ".join(f"executor.{name}={str(value).lower()}" for name, value in reading.items())
+    was = f"was trained with {shown(trained)}" if trained else "does not say what its executor read in training"
+    log.warning("the compiler of %s %s; this run has %s", compiler, was, shown(executor.reading))
 
 
 def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
-    """Read what a checkpoint's adapter is; warn where the settings say another one: the checkpoint's counts."""
+    """Read the configuration of a checkpoint's adapter, and warn where the settings differ from it."""
     from compiler import checkpoint
 
     lora = checkpoint.lora_config(found)
@@ -139,7 +147,10 @@ def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
     return lora
 
 
-def _how(config: CompilerConfig, told: str) -> tuple[Decoding, str]:
-    """Say how emissions are drawn, and after which instructions."""
-    decoding = Decoding(config.temperature, config.max_new_tokens, config.batch_size)
-    return decoding, compiler_instructions(told) if config.instructions == "full" else ""
+def _common(config: CompilerConfig, instructions: str) -> dict[str, Any]:
+    """Return the arguments that both backends take."""
+    return {
+        "decoding": Decoding(config.temperature, config.max_new_tokens, config.batch_size),
+        "instructions": compiler_instructions(instructions) if config.instructions == "full" else "",
+        "speed": config.speed,
+    }

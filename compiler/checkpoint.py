@@ -1,11 +1,11 @@
-"""What a checkpoint holds of a compiler: adapter and projector, found, loaded and saved. No pickle anywhere.
+"""Finds, loads and saves checkpoints of a compiler: adapter and projector, without pickle.
 
     adapter/                adapter_config.json, adapter_model.safetensors (PEFT)
     projector.safetensors   projector.json holds its configuration
-    state.json              what training records of it (`training.checkpoint`)
+    state.json              the state of training (`training.checkpoint`)
 
-The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that. Of a merged
-compiler (`training.merge`), the folder holds the model itself instead.
+The adapter's configuration (rank, alpha, dropout, targets) decides the compiler's shape. A merged checkpoint
+(`training.merge`) holds the whole model instead of an adapter.
 """
 
 from __future__ import annotations
@@ -25,45 +25,50 @@ from torch import Tensor, nn
 from runtime.store import RecordError, read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
-if TYPE_CHECKING:  # who asks for a checkpoint's name alone does not wait for transformers and PEFT
+if TYPE_CHECKING:  # finding a checkpoint must not import transformers and PEFT
     from peft import LoraConfig
 
     from compiler.hf import MemoryCompiler
 
 PREFIX = "step-"
-BEST = "best"  # leads to the checkpoint with the lowest validation loss, where a run validates
-POLICY, PROJECTOR = "policy.", "projector."  # of the compiler's parameter names
-_ADAPTER = ".default."  # PEFT's name for an only adapter, left out in its files
-_LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what the same weights mean
+BEST = "best"  # symbolic link to the checkpoint with the lowest validation loss, in runs with validation
+POLICY, PROJECTOR = "policy.", "projector."  # prefixes of the compiler's parameter names
+_ADAPTER = ".default."  # PEFT's name of the default adapter, which its files leave out
+_LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # settings that scale the weights
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, incomplete, corrupt or made for another model; the message says which."""
+    """A checkpoint is missing, incomplete, corrupt or of another model; the message says which."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """List the complete checkpoints, oldest first."""
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file()) if folder.is_dir() else []
 
 
 def name_of(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
     return f"{PREFIX}{step:06d}"
 
 
 def latest(folder: Path) -> Path | None:
+    """Return the newest checkpoint; None without one."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def best(folder: Path) -> Path | None:
-    """Find the checkpoint that validation found to be the best; None where it did not."""
+    """Return the checkpoint with the lowest validation loss; None without validation."""
     link = folder / BEST
     return folder / link.readlink() if link.is_symlink() and (link / "state.json").is_file() else None
 
 
 def find(path: Path) -> Path:
-    """Find a checkpoint: the folder itself, or of a run folder or its `checkpoints` folder the best one where the run
-    validates, else the newest. Raises: CheckpointError."""
+    """Find the checkpoint of a folder (its own, a run's, or `checkpoints`): the best with validation, else the newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if (path / "state.json").is_file():
         return path
     for folder in (path, path / "checkpoints"):
@@ -73,18 +78,18 @@ def find(path: Path) -> Path:
 
 
 def is_merged(folder: Path) -> bool:
-    """Tell whether a checkpoint is a whole model with its projector, which needs no base."""
+    """Return whether a checkpoint is a whole model with its projector."""
     return (folder / "config.json").is_file()
 
 
 def beside(path: Path, name: str) -> Path | None:
-    """Find a file of the run that a checkpoint (or the run's own folder) is of."""
+    """Find a file in a run folder, given the folder or one of its checkpoints; None without it."""
     folders = (path, *path.resolve().parents[:2])
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def sha256(folder: Path) -> str:
-    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector; a merged one is its base."""
+    """Hash names and bytes of adapter and projector, or of a merged model."""
     digest = hashlib.sha256()
     added = [*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*"), *folder.glob("model*.safetensors")]
     for path in sorted(added):
@@ -93,7 +98,7 @@ def sha256(folder: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what training recorded of a checkpoint. Raises: CheckpointError."""
+    """Read the state of training. Raises: CheckpointError."""
     try:
         return read_json(folder / "state.json")
     except (OSError, RecordError) as error:
@@ -101,29 +106,29 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def executor_reading(folder: Path) -> dict[str, Any] | None:
-    """Say what the executor read that a checkpoint was trained for (`ExecutorConfig.reading`); None where it does not
-    say."""
+    """Return what the executor read in training (`ExecutorConfig.reading`); None if it was not recorded."""
     return read_state(folder).get("executor_reads")
 
 
 def environment(folder: Path) -> str | None:
-    """Name the environment that a checkpoint was trained on; None where it does not say."""
+    """Return the name of the training environment; None if it was not recorded."""
     return read_state(folder).get("environment")
 
 
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
-    """Name LoRA and projector (the projector also where its loss is off: a checkpoint always has it)."""
+    """Return the parameters of LoRA and projector by name (the projector also if its loss is off)."""
     return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(PROJECTOR)}
 
 
 def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
-    """Write adapter and projector of a whole compiler into a folder, for `load`: nothing to go on training from."""
+    """Write adapter and projector of an unsharded compiler into a folder, without a state of training."""
     compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
     save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
     (folder / "state.json").write_text("{}")
 
 
 def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write a projector's weights and configuration."""
     save_file({name: w.contiguous() for name, w in weights.items()}, folder / "projector.safetensors")
     (folder / "projector.json").write_text(json.dumps(asdict(config), indent=1))
 
@@ -139,7 +144,7 @@ def load_projector(folder: Path) -> Projector:
 
 
 def lora_config(folder: Path) -> LoraConfig:
-    """Read the adapter's own settings, for a compiler that can load it (and train it on). Raises: CheckpointError."""
+    """Read the adapter's configuration, ready for training. Raises: CheckpointError."""
     from peft import LoraConfig
 
     path = folder / "adapter" / "adapter_config.json"
@@ -148,15 +153,15 @@ def lora_config(folder: Path) -> LoraConfig:
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
-        assert isinstance(config, LoraConfig)  # its type says so
+        assert isinstance(config, LoraConfig)  # as peft_type says
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
-    config.inference_mode = False  # else its weights would come frozen
+    config.inference_mode = False  # otherwise PEFT freezes the weights
     return config
 
 
 def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
-    """Load adapter and projector of a checkpoint into a (whole) compiler of the same shape; return its state. Raises:
+    """Load adapter and projector into an unsharded compiler of the same shape; return the state of training. Raises:
     CheckpointError, for missing or corrupt files, or weights that do not fit."""
     weights, state = read_weights(folder, compiler)
     put(compiler, weights)
@@ -165,13 +170,13 @@ def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
 
 @torch.no_grad()
 def put(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
-    """Put weights by name into a whole compiler."""
+    """Copy weights by name into an unsharded compiler."""
     for name, parameter in trained_parameters(compiler).items():
         parameter.copy_(weights[name])
 
 
 def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read weights by the names of the compiler's parameters, and the checkpoint's state. Raises: as `load`."""
+    """Read weights by parameter name, and the state of training. Raises: as `load`."""
     try:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -182,18 +187,19 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     expected = trained_parameters(compiler)
     files = {name: name.removeprefix(POLICY).replace(_ADAPTER, ".") for name in expected}
     if missing := [file for file in files.values() if file not in saved]:
-        raise CheckpointError(f"{folder} was made for another model: it lacks {missing[:3]} ...")
+        raise CheckpointError(f"{folder} is of another model: it lacks {missing[:3]} ...")
     if strangers := sorted(saved.keys() - set(files.values())):
-        raise CheckpointError(f"{folder} was made for another model: it has {strangers[:3]} ...")
+        raise CheckpointError(f"{folder} is of another model: it has {strangers[:3]} ...")
     for name, parameter in expected.items():
-        shape, found = getattr(parameter, "ds_shape", parameter.shape), saved[files[name]].shape  # ds: ZeRO-3's slices
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: of a ZeRO-3 shard
+        found = saved[files[name]].shape
         if shape != found:
-            raise CheckpointError(f"{folder} was made for another model: {name} is {tuple(found)}, not {tuple(shape)}")
+            raise CheckpointError(f"{folder} is of another model: {name} is {tuple(found)}, not {tuple(shape)}")
     return {name: saved[file] for name, file in files.items()}, state
 
 
 def _check_scaling(folder: Path, compiler: MemoryCompiler) -> None:
-    """Refuse an adapter whose weights would mean something else here: alpha and rank scale them."""
+    """Refuse an adapter that the compiler would scale differently."""
     config = getattr(compiler.policy, "peft_config", {}).get("default")
     if config is None:
         return
@@ -202,5 +208,5 @@ def _check_scaling(folder: Path, compiler: MemoryCompiler) -> None:
         if getattr(theirs, name) != getattr(config, name):
             raise CheckpointError(
                 f"{folder} has an adapter with {name} = {getattr(theirs, name)}, the compiler has "
-                f"{getattr(config, name)}: make the compiler from the checkpoint"
+                f"{getattr(config, name)}: create the compiler from the checkpoint"
             )

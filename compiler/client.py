@@ -1,8 +1,7 @@
-"""The Memory Compiler behind HTTP: a client of `memcompiler serve compiler`, which the agent loop takes for a compiler,
-and what the two say to each other.
+"""The client of `memcompiler serve compiler`, which is a `Compiler` for the agent loop, and the bodies of its requests.
 
-Bodies are JSON with every field typed. A tensor is `{"shape": [N, d], "data": BASE64}`, where data are its fp32 values,
-little-endian, row by row. Pictures are PNG files in base64. Nothing here is executed or unpickled.
+Bodies are typed JSON. A tensor is `{"shape": [N, d], "data": BASE64}` with little-endian fp32 values, row by row.
+Pictures are PNG files in base64. Nothing is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -28,33 +27,34 @@ from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from runtime.http import RemoteError, RemoteServer
 
-MAX_PIXELS = 1 << 24  # of one picture: a small file may unfold to gigabytes
-_NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not the compiler's business
+MAX_PIXELS = 1 << 24  # of one picture: a small file may decompress to gigabytes
+# The compiler does not read an entry's provenance.
+_NO_PROVENANCE = Provenance(task_id="", scene="", goal="", split="", success=False)
 
 
 def _brief_state(text: str) -> str:
-    """Raise ValueError unless it is a Brief State exactly as `render_brief_state` writes it."""
+    """Validate a Brief State. Raises: ValueError, unless the text is as `render_brief_state` writes it."""
     try:
         same = render_brief_state(parse_brief_state(text)) == text
     except (ValueError, KeyError, IndexError):
         same = False
     if not same:
-        raise ValueError("not a Brief State as it is rendered (goal: ..., done:, now:, next:, note:)")
+        raise ValueError("not a rendered Brief State (goal: ..., done:, now:, next:, note:)")
     return text
 
 
 def _png(text: str) -> str:
-    """Raise ValueError unless it is a PNG of at most MAX_PIXELS, in base64."""
+    """Validate a picture. Raises: ValueError, unless the text is a PNG of at most MAX_PIXELS in base64."""
     try:
         data = base64.b64decode(text, validate=True)
     except binascii.Error:
         raise ValueError("not base64") from None
     try:
-        image = _image(data)  # reads the head alone
+        image = _image(data)  # reads the header only
         if image.width * image.height > MAX_PIXELS:
             raise ValueError
         image.load()
-    except Exception:  # whatever a decoder makes of a broken file
+    except Exception:  # decoders raise many types for broken files
         raise ValueError(f"not a PNG of 1 to {MAX_PIXELS:,} pixels that can be decoded") from None
     return text
 
@@ -66,20 +66,25 @@ TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 
 
 class Body(BaseModel):
+    """A typed, immutable JSON object."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class TensorBody(Body):
+    """A tensor in a body."""
+
     shape: tuple[int, ...]
     data: str  # base64
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorBody:
+        """Encode a tensor as fp32."""
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)
         return cls(shape=tuple(tensor.shape), data=base64.b64encode(values.tobytes()).decode("ascii"))
 
     def tensor(self) -> Tensor:
-        """Read it, fp32 on the CPU. Raises: ValueError, where data and shape do not fit."""
+        """Decode as fp32 on the CPU. Raises: ValueError, if data and shape do not fit."""
         values = np.frombuffer(base64.b64decode(self.data, validate=True), dtype="<f4")
         if values.size != math.prod(self.shape):
             raise ValueError(f"a tensor of shape {list(self.shape)} cannot have {values.size} values")
@@ -87,21 +92,23 @@ class TensorBody(Body):
 
 
 class EntryBody(Body):
+    """A memory entry in a body."""
+
     id: str
     text: str
     images: tuple[Picture, ...] = ()
 
 
 class SamplingBody(Body):
-    """How to draw; what is left out is as the service was configured."""
+    """Sampling parameters; the service's own settings replace missing ones."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)  # 0: greedy text
-    latent_temperature: float | None = Field(default=None, ge=0, le=2)  # of z; default: as the text
-    seed: int | None = Field(default=None, ge=0, lt=1 << 63)  # default: one of the service's own, which the reply names
+    latent_temperature: float | None = Field(default=None, ge=0, le=2)  # of z; default: `temperature`
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)  # default: drawn by the service, and named in the reply
 
 
 class CompileBody(Body):
-    """POST /compile."""
+    """The body of POST /compile."""
 
     goal: str
     memory: tuple[EntryBody, ...] = ()
@@ -110,12 +117,12 @@ class CompileBody(Body):
     image: Picture | None = None
     history: tuple[str, ...] = ()
     sampling: SamplingBody = SamplingBody()
-    soft_on: SoftOn = "always"  # beside which emissions soft tokens are read; beside others there may be none
-    tensors: tuple[TensorName, ...] = ("mu", "log_sigma")  # which ones to send back
+    soft_on: SoftOn = "always"  # the emissions beside which soft tokens are read; others may get none
+    tensors: tuple[TensorName, ...] = ("mu", "log_sigma")  # tensors to return
 
     @classmethod
     def of(cls, request: CompileRequest, sampling: SamplingBody, tensors: tuple[TensorName, ...]) -> dict[str, Any]:
-        """Write a request as JSON. Not checked here: the service does, and says what is wrong."""
+        """Write a request as JSON, which the service validates."""
         return {
             "goal": request.goal,
             "memory": [
@@ -132,22 +139,33 @@ class CompileBody(Body):
         }
 
     def request(self) -> CompileRequest:
+        """Decode the request."""
         memory = tuple(
-            MemoryEntry(entry.id, entry.text, _NOWHERE, tuple(base64.b64decode(png) for png in entry.images))
+            MemoryEntry(entry.id, entry.text, _NO_PROVENANCE, tuple(base64.b64decode(png) for png in entry.images))
             for entry in self.memory
         )
         state = None if self.state is None else parse_brief_state(self.state)
         image = None if self.image is None else _image(base64.b64decode(self.image))
-        return CompileRequest(self.goal, memory, state, self.observation, image, self.history, soft_on=self.soft_on)
+        return CompileRequest(
+            goal=self.goal,
+            memory=memory,
+            state=state,
+            observation=self.observation,
+            image=image,
+            history=self.history,
+            soft_on=self.soft_on,
+        )
 
 
-class Seconds(Body):
+class Timings(Body):
+    """How long a request took."""
+
     queue: float
-    compile: float  # of the batch that it was compiled in
+    compile: float  # of its batch
 
 
 class CompileReply(Body):
-    """What /compile answers. mu, log_sigma, z, noise: null unless asked for (and where there are no soft tokens)."""
+    """The reply of POST /compile. mu, log_sigma, z and noise are null if not requested, or without soft tokens."""
 
     text: str
     kind: Kind
@@ -155,55 +173,58 @@ class CompileReply(Body):
     prompt_ids: tuple[int, ...]
     emission_ids: tuple[int, ...]  # ends with the end-of-turn token, sampled or (if truncated) forced
     text_logprobs: tuple[float, ...] | None
-    latent_logprobs: tuple[float, ...] | None  # of z, which may not have been asked for
+    latent_logprobs: tuple[float, ...] | None  # of z, also where z is not returned
     emb_std: float | None  # soft tokens at the executor's scale are z * emb_std
     mu: TensorBody | None
     log_sigma: TensorBody | None
     z: TensorBody | None
     noise: TensorBody | None  # z is mu + T sigma noise; null where z is the mean
-    seed: int | None  # null where nothing was drawn at random
+    seed: int | None  # null if nothing was sampled at random
     tokens_in: int
     tokens_out: int
-    cached_tokens: int | None  # of tokens_in, from the prefix cache; null where there is none
+    cached_tokens: int | None  # of tokens_in, from the prefix cache; null without one
     weight_version: int
-    seconds: Seconds
+    seconds: Timings
 
     @classmethod
     def of(
         cls,
-        made: Compilation,
+        compilation: Compilation,
         tensors: tuple[TensorName, ...],
         emb_std: float | None,
         seed: int | None,
-        seconds: Seconds,
+        seconds: Timings,
     ) -> CompileReply:
-        sent: dict[str, Tensor | None] = {name: getattr(made, name) if name in tensors else None for name in TENSORS}
+        """Write a compilation as a reply with these tensors."""
+        sent: dict[str, Tensor | None] = {
+            name: getattr(compilation, name) if name in tensors else None for name in TENSORS
+        }
         bodies = {name: None if tensor is None else TensorBody.of(tensor) for name, tensor in sent.items()}
         return cls(
-            text=made.text,
-            kind=made.emission.kind,
-            parse_error=made.parse_error,
-            prompt_ids=made.prompt_ids,
-            emission_ids=made.emission_ids,
-            text_logprobs=_floats(made.text_logprobs),
-            latent_logprobs=_floats(made.latent_logprobs),
+            text=compilation.text,
+            kind=compilation.emission.kind,
+            parse_error=compilation.parse_error,
+            prompt_ids=compilation.prompt_ids,
+            emission_ids=compilation.emission_ids,
+            text_logprobs=_floats(compilation.text_logprobs),
+            latent_logprobs=_floats(compilation.latent_logprobs),
             emb_std=emb_std,
             seed=seed,
-            tokens_in=made.tokens_in,
-            tokens_out=made.tokens_out,
-            cached_tokens=made.tokens_cached,
-            weight_version=made.weight_version,
+            tokens_in=compilation.tokens_in,
+            tokens_out=compilation.tokens_out,
+            cached_tokens=compilation.tokens_cached,
+            weight_version=compilation.weight_version,
             seconds=seconds,
             **bodies,
         )
 
     def compilation(self, request: CompileRequest) -> Compilation:
-        """Make the record that the agent loop reads; where z was not sent, it is the mean. Raises: ValueError, where
-        the service reads emissions differently, or a tensor is damaged."""
+        """Decode the compilation; a missing z is the mean. Raises: ValueError, if client and service parse the emission
+        differently, or a tensor is damaged."""
         error = self.parse_error
         parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
         if (parsed.emission.kind, parsed.error) != (self.kind, error):
-            raise ValueError(f"the service reads its emission as {self.kind}, this client as {parsed.emission.kind}")
+            raise ValueError(f"the service parses its emission as {self.kind}, this client as {parsed.emission.kind}")
         sent: list[TensorBody | None] = [getattr(self, name) for name in TENSORS]
         mu, log_sigma, z, noise = (None if body is None else body.tensor() for body in sent)
         z = mu if z is None else z
@@ -245,15 +266,15 @@ def _tensor(values: tuple[float, ...] | None) -> Tensor | None:
 
 
 class RemoteCompiler:
-    """A backend of the protocol `compiler.records.Compiler`.
+    """A `Compiler` over HTTP.
 
-    Where something is drawn at random, each request has a seed of its own, so that a run does not depend on which
-    requests the service happens to compile together.
+    Each sampled request has its own seed, so that a run does not depend on how the service batches requests.
 
     Args:
         url: of the service, such as http://127.0.0.1:8100.
-        temperature: of the text; `latent_temperature` of the soft tokens, by default the same.
-        timeout: seconds that a request may take from when it is sent, retries included.
+        temperature: of the text; `latent_temperature`: of the soft tokens, by default the same.
+        timeout: seconds for a request, including retries.
+        parallel: requests in flight at most.
     """
 
     def __init__(
@@ -266,35 +287,31 @@ class RemoteCompiler:
         parallel: int = 64,
     ) -> None:
         start = "memcompiler serve compiler --checkpoint RUN"
-        self.server = RemoteServer(url, COMPILER_KEY, start, timeout, parallel)
+        self.server = RemoteServer(url, COMPILER_KEY, start, timeout=timeout, parallel=parallel)
         self.decoding = Decoding(temperature, latent_temperature=latent_temperature)
         self.generator = torch.Generator().manual_seed(seed)
 
     def about(self) -> dict[str, Any]:
-        """Ask what the service says of itself: its weights, what the executor read that they were trained for, and
-        about which environment it is told."""
+        """Return the service's hash of weights, what the executor read in training, and its environment."""
         return self.server.get("/ready")
 
     def hash(self) -> str | None:
-        """Ask for the SHA-256 of what the service's checkpoint adds to its base; None where it does not say. Raises:
-        RemoteError, where it cannot be reached."""
+        """Return the SHA-256 of the service's adapter and projector; None if it does not report one. Raises:
+        RemoteError, if the service cannot be reached."""
         return self.about().get("weights")
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        """Get one compilation for each request, in their order.
+        """Return one compilation for each request, in order.
 
         Raises:
-            RemoteError: the service cannot be reached, refuses one of them, or is of another version.
-            ValueError: `decoding` truncates the distribution, which the service does not.
+            RemoteError: the service cannot be reached, refuses a request, or is of another version.
         """
         if not requests:
             return []
-        if self.decoding.top_k or self.decoding.top_p < 1:
-            raise ValueError("a compiler service samples without truncation: set top_k=0 and top_p=1")
         seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
         drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]
-        tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z is the mean, and need not be sent again
+        tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z equals mu
         bodies = [CompileBody.of(*each, tensors) for each in zip(requests, drawn, strict=True)]
         replies = self.server.post_all("/compile", bodies)
         return [self._read(reply, request) for reply, request in zip(replies, requests, strict=True)]
@@ -304,6 +321,6 @@ class RemoteCompiler:
             return CompileReply.model_validate(reply).compilation(request)
         except ValidationError as error:
             fields = ", ".join(sorted({".".join(map(str, e["loc"])) for e in error.errors(include_input=False)}))
-            raise RemoteError(f"a compiler service answers in another version's format ({fields})") from None
+            raise RemoteError(f"the compiler service's reply is of another version: {fields}") from None
         except ValueError as error:
-            raise RemoteError(f"a compiler service: {error}: do both sides run the same version?") from None
+            raise RemoteError(f"the compiler service: {error}: run the same version on both sides") from None

@@ -1,4 +1,4 @@
-"""The Memory Compiler pi_C (paper Eq. 3 and 5): LoRA-tuned (V)LM, N memory tokens, projector. Hugging Face backend."""
+"""The Memory Compiler pi_C in transformers (paper Eq. 3 and 5): a LoRA-tuned (V)LM, N memory tokens, a projector."""
 
 from __future__ import annotations
 
@@ -25,22 +25,18 @@ from soft_mem.projector import Gaussian, Projector
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One forward pass over [prompt | emission | memory tokens].
+    """Results of one forward pass over [prompt | emission | memory tokens]."""
 
-    logits (B, E, V) predict the emission's E tokens; text_mask (B, E) marks the real ones; h_text (B, E, d) and
-    h_soft (B, N, d) are hidden states at the emission's and the memory tokens' positions.
-    """
-
-    logits: Tensor
-    text_mask: Tensor
-    targets: Tensor
-    h_text: Tensor
-    h_soft: Tensor
+    logits: Tensor  # (B, E, V), predict the emission's E tokens
+    text_mask: Tensor  # (B, E), True at tokens that are no padding
+    targets: Tensor  # (B, E), the emission's token ids
+    h_text: Tensor  # (B, E, d), hidden states at the emission's tokens
+    h_soft: Tensor  # (B, N, d), hidden states at the memory tokens
     gaussian: Gaussian
 
 
 class MemoryCompiler(TokenCompiler, nn.Module):
-    """Compiles requests in batches; the same module is what SFT and GRPO train."""
+    """Compiles requests in batches. SFT and GRPO train this module."""
 
     def __init__(
         self,
@@ -66,13 +62,13 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.weight_version = 0
         self._prefixes = Prefixes(self.speed.prefix_mib)
 
-    def kept_prefixes(self) -> Prefixes:
-        """Return what was read by the weights as they are now, whoever changed them."""
+    def current_prefixes(self) -> Prefixes:
+        """Return the prefix cache of the current weights; parameter versions reveal any in-place update."""
         trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise an emission with its end-of-turn token: what SFT trains and what decoding produces."""
+        """Tokenise an emission with its end-of-turn token, as SFT trains and decoding produces it."""
         return (*self.backbone.ids(text), self.backbone.end_id)
 
     def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Scores:
@@ -98,68 +94,48 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         )
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """Rule reserved tokens out of logits (fp32): the policy's distribution, when sampling and when re-scoring."""
+        """Mask reserved tokens in logits (fp32), when sampling and when scoring again."""
         return logits.float().index_fill(-1, _on(logits.device, tuple(self.backbone.suppressed)), -torch.inf)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
-
-        `tokens` (...) were sampled earlier: they count as possible even if truncation would leave them out now.
-        """
-        logits = self.allowed(logits) / (self.decoding.temperature or 1.0)
-        if self.decoding.top_k or self.decoding.top_p < 1:
-            logits = _truncated(logits, self.decoding.top_k, self.decoding.top_p, tokens)
-        return logits.log_softmax(-1)
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32."""
+        return (self.allowed(logits) / (self.decoding.temperature or 1.0)).log_softmax(-1)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
         self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
     ) -> list[Compilation]:
-        size, made = self.decoding.batch_size, []
+        size, compilations = self.decoding.batch_size, []
         for at in range(0, len(requests), size):
             own = seeds and seeds[at : at + size]
-            made += super().compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
-        return made
+            compilations += super().compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
+        return compilations
 
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
     ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
-        self.eval()  # dropout off: the sampled distribution is the one that is re-scored
+        self.eval()  # without dropout, as when scoring again
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
-        drafts, gaussian = Decoder(self, prompts, memories, by, makes_soft).run(wanted)
+        drafts, gaussian = Decoder(self, prompts, memories=memories, by=by, makes_soft=makes_soft).run(wanted)
         self.train(was_training)
         return drafts, gaussian
 
 
 @functools.lru_cache(maxsize=8)
 def _on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
-    """Put ids on a device, once: a copy at every token would have it wait."""
+    """Copy ids to a device once: a copy at every token would synchronise it."""
     return torch.tensor(ids, dtype=torch.long, device=device)
 
 
-def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:
-    """Keep the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    out = torch.zeros_like(ordered, dtype=torch.bool) if not top_k else (rank >= top_k).expand_as(ordered)
-    if top_p < 1:
-        held = ordered.masked_fill(out, -torch.inf).softmax(-1)
-        out = out | (held.cumsum(-1) - held >= top_p)
-    out = torch.zeros_like(out).scatter(-1, order, out)
-    if keep is not None:
-        out = out.scatter(-1, keep.unsqueeze(-1), False)
-    return logits.masked_fill(out, -torch.inf)
-
-
 def _take(hidden: Tensor, at: Tensor) -> Tensor:
-    """Take hidden (B, T, d) at positions (B, K): (B, K, d)."""
+    """Gather hidden (B, T, d) at positions (B, K): (B, K, d)."""
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
-    """Add an adapter as a checkpoint says, or a fresh one on the language model's projections (paper Table 7: q_proj,
-    v_proj), never on the vision tower's."""
+    """Add a checkpoint's adapter, or a fresh one on the language model's projections (paper Table 7: q_proj, v_proj),
+    without the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)
     seeing = {module for part in vision_parts(backbone.model).values() for module in part.modules()}

@@ -1,4 +1,4 @@
-"""The emission language: what the compiler writes at every step (paper Eq. 4), in as few tokens as possible.
+"""The emission language, in which the compiler writes at every step (paper Eq. 4), in as few tokens as possible.
 
     > in home 17 the mug was in cabinet 2 | go to cabinet 2      the reason it applies now | guidance for the executor
     + cabinet 1: no mug                      Create a belief (key `plan`: the subgoals, `; `-separated)
@@ -7,27 +7,25 @@
     ^ took mug 1                             Fold the current subgoal, with a one-line summary
     .                                        nothing (NOACTION)
 
-The reason stands before the guidance, because a small compiler that first states the fact looks it up where looking up
-is easiest: right behind the words that it shares with the memory. At most one guidance line, which comes first; any
-number of operations. The kind follows from what is there: EXPERIENCE (guidance only), BRIEF (operations only), HYBRID
-(both), NOACTION (neither). Separators inside a field (`|` in guidance and reason, `:` in a key) are escaped by a
-backslash. One table below defines parser, renderer and grammar.
+The reason precedes the guidance, since a small compiler copies a fact from memory most easily right after the words
+that it shares with the entry. An emission has at most one guidance line, which comes first, and any number of
+operations. Its kind is EXPERIENCE (guidance only), BRIEF (operations only), HYBRID (both) or NOACTION (neither).
+Separators inside a field (`|` in guidance and reason, `:` in a key) are escaped by a backslash.
 """
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 from compiler.brief_state import Create, Delete, Fold, Op, Update, escape, one_line, split_unescaped, unescape
 
 GUIDE, CREATE, UPDATE, DELETE, FOLD, NOTHING = ">", "+", "~", "-", "^", "."
-# What `str.split` takes for white space (all of it stands before U+3001): a field of nothing else would be empty.
-SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 
 class Kind(StrEnum):
+    """Kind of an emission."""
+
     EXPERIENCE = "EXPERIENCE"
     BRIEF = "BRIEF"
     HYBRID = "HYBRID"
@@ -35,6 +33,8 @@ class Kind(StrEnum):
 
 
 class ParseError(StrEnum):
+    """Why a text is no emission."""
+
     EMPTY = "empty"
     UNKNOWN_LINE = "unknown_line"
     TWO_GUIDANCES = "two_guidances"
@@ -43,12 +43,12 @@ class ParseError(StrEnum):
     MISSING_VALUE = "missing_value"
     TOO_MANY_FIELDS = "too_many_fields"
     NOTHING_AND_MORE = "nothing_and_more"
-    TRUNCATED = "truncated"  # set by the decoder: the token budget ended before the end-of-turn token
+    TRUNCATED = "truncated"  # set by the decoder: the token limit was reached before the end of turn
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """One compiled output. Fields are single lines (white space is collapsed on construction).
+    """A parsed emission. White space in its fields is collapsed.
 
     Raises:
         ValueError: a reason without guidance, or an operation with an empty field.
@@ -74,11 +74,14 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
+    """An emission, and the error if the text was none: the emission is NOACTION then."""
+
     emission: Emission
     error: ParseError | None = None
 
 
 def render(emission: Emission) -> str:
+    """Write an emission as text."""
     lines: list[str] = []
     if emission.guidance:
         reason = f"{escape(emission.reason, '|')} | " if emission.reason else ""
@@ -88,7 +91,7 @@ def render(emission: Emission) -> str:
 
 
 def parse(text: str) -> ParseResult:
-    """Read any string: as an emission, or NOACTION with a named error. parse(render(e)).emission == e."""
+    """Parse any string as an emission, or as NOACTION with an error. parse(render(e)).emission == e."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         return _failed(ParseError.EMPTY)
@@ -116,37 +119,6 @@ def parse(text: str) -> ParseResult:
     return ParseResult(Emission(guidance, reason, tuple(ops)))
 
 
-def grammar() -> str:
-    """Write the language as EBNF, in the dialect that vLLM's structured outputs take."""
-    shapes = {CREATE: 'key ": " value', UPDATE: 'key ": " value', DELETE: "key", FOLD: "value"}
-    ops = dict(zip(("create", "update", "delete", "fold"), shapes.items(), strict=True))
-    rules = [
-        f'root ::= "{NOTHING}" | guidance ("\\n" op)* | op ("\\n" op)*',
-        f'guidance ::= "{GUIDE} " field (" | " field)?',
-        f"op ::= {' | '.join(ops)}",
-        *(f'{name} ::= "{sigil} " {shape}' for name, (sigil, shape) in ops.items()),
-        r'field ::= plain (" "? plain)*',
-        rf'plain ::= {_but("|")} | "\\" [\\|]',
-        r'key ::= keychar (" "? keychar)*',
-        rf'keychar ::= {_but(":")} | "\\" [\\:]',
-        r'value ::= valuechar (" "? valuechar)*',
-        rf"valuechar ::= {_but()}",
-    ]
-    return "\n".join(rules) + "\n"
-
-
-def _but(mark: str = "") -> str:
-    """Write the class of all characters but white space, surrogates, and a mark with the backslash that escapes it.
-
-    In ranges of at most 4,096 characters, which begin with the same UTF-8 byte: xgrammar 0.2 cannot compile a negated
-    class beyond ASCII, and loses part of longer ranges.
-    """
-    edges = sorted({ord(character) for character in SPACES + (f"{mark}\\" if mark else "")})
-    ranges = [(a + 1, b - 1) for a, b in pairwise([-1, *edges, 0xD800]) if a + 1 < b] + [(0xE000, 0xFFFF)]
-    short = [(max(i, a), min(i + 0xFFF, b)) for a, b in ranges for i in range(a & ~0xFFF, b + 1, 0x1000)]
-    return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in [*short, (0x10000, 0x10FFFF)]) + "]"
-
-
 def _render_op(op: Op) -> str:
     match op:
         case Create(key, value) | Update(key, value):
@@ -163,7 +135,7 @@ def _parse_op(sigil: str, body: str) -> Op | ParseError:
     if sigil == FOLD:
         return Fold(one_line(body)) if body else ParseError.EMPTY_FIELD
     raw_key = split_unescaped(body, ":")[0]
-    key, value = one_line(unescape(raw_key)), one_line(body[len(raw_key) + 1 :])  # a value runs to the end of its line
+    key, value = one_line(unescape(raw_key)), one_line(body[len(raw_key) + 1 :])  # a value may contain colons
     if not key:
         return ParseError.EMPTY_FIELD
     if sigil == DELETE:

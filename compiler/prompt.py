@@ -1,6 +1,6 @@
-"""The compiler's prompt: memory first and byte-identical all episode long (a prefix cache covers it), state last.
+"""The compiler's prompt: first the memory, which a prefix cache covers for the whole episode, then the state.
 
-The user turn is a list of parts, text and images in order.
+The user turn is a list of texts and pictures.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ episodes taught), its current state and its current view. Decide what the acting
 Give guidance only when a memory applies to the current subgoal and its conditions hold. One line each, nothing else."""
 
 
-def compiler_instructions(told: str = "") -> str:
-    """Write the system turn: what every compiler is told and, where it says something, what its environment adds
-    (`envs.spec.EnvSpec.compiling`)."""
-    return f"{INSTRUCTIONS}\n\n{told}" if told else INSTRUCTIONS
+def compiler_instructions(environment: str = "") -> str:
+    """Write the system turn: the general instructions, and those of the environment (`envs.spec.EnvSpec.compiling`)."""
+    return f"{INSTRUCTIONS}\n\n{environment}" if environment else INSTRUCTIONS
 
 
 def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
-    """Write the user turn. With images=False (a text-only compiler) pictures are left out."""
+    """Write the user turn; with images=False (a text-only compiler) without pictures."""
     parts = [*_memory(request.memory, images), Part(text=state_text(request))]
     if images and request.image is not None:
         parts += [Part(text="view: "), Part(image=request.image), Part(text="\n")]
@@ -44,7 +43,7 @@ def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
 
 
 def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:
-    """Write M: each entry's pictures behind its text, whose scene and objects they can then be read with."""
+    """Write M: each entry's text, then its pictures, so that the text gives them context."""
     parts = [Part(text="memory:\n")]
     for entry in entries:
         pictures = [Part(image=image) for image in pictures_of([entry])] if images else []
@@ -53,12 +52,12 @@ def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:
 
 
 def pictures_of(entries: Sequence[MemoryEntry]) -> list[Image.Image]:
-    """Return the pictures of M in the order in which the compiler sees them."""
+    """Return the pictures of M in the order of the prompt."""
     return [Image.open(io.BytesIO(png)).convert("RGB") for entry in entries for png in entry.images]
 
 
 def state_text(request: CompileRequest) -> str:
-    """Write b_t; without one, the goal and what was done."""
+    """Write b_t; without one, the goal and the actions so far."""
     if request.state is not None:
         return render_brief_state(request.state) + "\n"
     did = f"did: {' ; '.join(map(without_newlines, request.history))}\n" if request.history else ""

@@ -1,4 +1,4 @@
-"""What goes into the compiler and what comes out of it, whatever runs it (HF, vLLM, a teacher)."""
+"""Records that every compiler backend (HF, vLLM, HTTP, teachers) reads and returns, and its protocol."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from lm.prompt import Prompt
 
 
-# Beside which emissions soft tokens are read: those with guidance (EXPERIENCE, HYBRID), all, or none.
+# The emissions beside which soft tokens are read: those with guidance (EXPERIENCE, HYBRID), all, or none.
 SoftOn = Literal["guidance", "always", "never"]
 
 
 def soft_is_read(on: SoftOn, emission: Emission) -> bool:
-    """Say whether soft tokens beside this emission reach the executor."""
+    """Return whether soft tokens beside this emission reach the executor."""
     return on == "always" or (on == "guidance" and bool(emission.guidance))
 
 
@@ -30,8 +30,7 @@ def soft_is_read(on: SoftOn, emission: Emission) -> bool:
 class CompileRequest:
     """State s_t = (o_t, b_t) and task memory M (paper Eq. 3).
 
-    `state` is the Brief State, or None in the ablation without it: then `history` stands in its place.
-    `expert` is the environment's expert from the current state; teachers may ask it, learned compilers never do.
+    `state` is the Brief State, or None in the ablation without it: the prompt shows `history` instead.
     """
 
     goal: str
@@ -40,24 +39,17 @@ class CompileRequest:
     observation: str
     image: Image | None = None
     history: tuple[str, ...] = ()
-    expert: Callable[[], list[str] | None] | None = None
-    soft_on: SoftOn = "always"  # where the executor reads soft tokens: the others need not be made
+    soft_on: SoftOn = "always"  # where the executor reads soft tokens; others need not be computed
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
-
-    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
-    scored again, and even then the ratio is biased where the set of likely tokens has changed.
-    """
+    """How emissions and soft tokens are sampled. Temperature 0: greedy text, and the mean of the soft tokens."""
 
     temperature: float = 0.0
     max_new_tokens: int = 512
     batch_size: int = 64
-    latent_temperature: float | None = None  # default: as the text
-    top_k: int = 0
-    top_p: float = 1.0
+    latent_temperature: float | None = None  # of soft tokens; default: `temperature`
 
     @property
     def soft_temperature(self) -> float:
@@ -65,16 +57,16 @@ class Decoding:
 
     @property
     def draws(self) -> bool:
-        """Whether text or soft tokens are drawn at random."""
+        """Return whether text or soft tokens are sampled at random."""
         return self.temperature > 0 or self.soft_temperature > 0
 
 
 @dataclass(slots=True)
 class Compilation:
-    """One compiled step. Tensors are fp32 on the CPU; None where the backend has no soft channel, and those of soft
-    tokens where nobody reads them (`CompileRequest.soft_on`).
+    """One compiled step. Tensors are fp32 on the CPU. They are None if the backend has no soft tokens, or if the
+    executor does not read them (`CompileRequest.soft_on`).
 
-    Shapes: z, mu, log_sigma (N, d_executor) in normalised units, z being mu + T sigma noise; soft (N, d_executor) at
+    Shapes: z, noise, mu, log_sigma (N, d_executor) in normalised units, z = mu + T sigma noise; soft (N, d_executor) at
     the executor's scale; text_logprobs (T,) over `emission_ids` and latent_logprobs (N,), both at the sampling
     temperature.
     """
@@ -83,34 +75,35 @@ class Compilation:
     emission: Emission
     parse_error: ParseError | None = None
     prompt_ids: tuple[int, ...] = ()
-    prompt: Prompt | None = None  # what was read; only where something was drawn, for a record keeps no pixels
+    prompt: Prompt | None = None  # stored only where something was sampled: records hold no pixels
     emission_ids: tuple[int, ...] = ()  # ends with the end-of-turn token, sampled or (if truncated) forced
     text_logprobs: Tensor | None = None
     z: Tensor | None = None
-    noise: Tensor | None = None  # of z; None where z is the mean
+    noise: Tensor | None = None  # None where z is the mean
     mu: Tensor | None = None
     log_sigma: Tensor | None = None
     soft: Tensor | None = None
     latent_logprobs: Tensor | None = None
-    request: CompileRequest | None = None  # kept for training on rollouts
+    request: CompileRequest | None = None  # for training on rollouts
     tokens_in: int = 0
     tokens_out: int = 0
-    tokens_cached: int | None = None  # of tokens_in, out of a prefix cache; None where the backend does not say
+    tokens_cached: int | None = None  # of tokens_in, from a prefix cache; None if the backend does not report it
     weight_version: int = 0  # of the weights that sampled this
+    applies_ops: bool = True  # whether the loop applies the operations to b_t
 
 
-# Whether anybody still waits for request i. A compiler asks before every pass of its model; what it gives for one that
-# nobody waits for may be cut short, and is of no use.
+# Whether request i is still wanted. A compiler checks before every pass of its model; the result of a cancelled request
+# is truncated and must not be used.
 Wanted = Callable[[int], bool]
 
 
 def always(i: int) -> bool:
-    """Every request is waited for to its end."""
+    """Never cancel a request."""
     return True
 
 
 class Guess(Protocol):
-    """Guesses before a step is compiled how likely it needs that: where it says `threshold` or more, it is compiled."""
+    """A compile gate: returns the probability that the compiler guides; a step is compiled from `threshold` on."""
 
     @property
     def threshold(self) -> float: ...
@@ -119,7 +112,10 @@ class Guess(Protocol):
 
 
 class Compiler(Protocol):
-    """A backend: compiles a batch of states. Order of results is order of requests. With an attribute `batched = False`
-    the loop asks for one state at a time, and at once."""
+    """Compiles a batch of states. Results are in the order of the requests.
+
+    With an attribute `batched = False`, the loop calls it at once for one state. With an attribute `needs_expert`, the
+    loop passes a list of `agent.records.EpisodeContext` beside the requests; if it is True, with the expert's plan.
+    """
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...

@@ -1,12 +1,12 @@
-"""The Memory Compiler served by vLLM: prompts, distribution and soft tokens are those of `compiler.hf`.
+"""The Memory Compiler in vLLM, with the prompts, distribution and soft tokens of `compiler.hf`.
 
-Two passes over a batch, each of them batched continuously by the engine:
-1. the emissions are sampled;
-2. prompt, emission and the N memory tokens are read as one new request, whose last N hidden states go through the
-   projector. The prefix cache holds the rest up to a whole block, so that this pass computes at most N + one block of
-   new tokens (and one more where the end of turn was forced).
+A batch takes two passes, both with continuous batching:
+1. sample the emissions;
+2. read prompt, emission and the N memory tokens as a new request, whose last N hidden states go through the projector.
+   The prefix cache holds the rest up to a whole block, so this pass computes at most N + one block of new tokens (and
+   one more if the end of turn was forced).
 
-Token-in/token-out: prompts enter as ids and nothing that was generated is tokenised again.
+Prompts enter as ids, and generated tokens are not tokenised again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler
-from compiler.language import grammar
 from compiler.records import CompileRequest, Decoding, Wanted
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
@@ -35,16 +34,14 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-_SERIALS = itertools.count(1)  # of adapters: engine and prefix cache know an adapter by its name and number
+_SERIALS = itertools.count(1)  # of adapters, which engine and prefix cache identify by name and number
 
 
 class VllmCompiler(TokenCompiler):
-    """The backend in vLLM, without adapter until `load_adapter`. One at a time per engine; not for several threads.
+    """The vLLM backend, without an adapter until `load_adapter`. Not thread-safe; one per engine at a time.
 
     Args:
         llm: an engine with the settings of `engine_settings`.
-        constrained: emissions follow the emission language's grammar. Their log-probabilities are then those of the
-            constrained distribution, which GRPO does not score again: leave it off for training.
     """
 
     def __init__(
@@ -55,38 +52,37 @@ class VllmCompiler(TokenCompiler):
         decoding: Decoding | None = None,
         instructions: str = "",
         seed: int = 0,
-        constrained: bool = False,
         device: str = "cpu",
         speed: Speed | None = None,
     ) -> None:
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
-        self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
+        self.decoding, self.instructions = decoding or Decoding(), instructions
         self.speed = speed or Speed()
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.speculates = llm.llm_engine.vllm_config.speculative_config is not None
         self.lora: LoRARequest | None = None
         self.weight_version = 0
-        self.reissued = 0  # second passes that had to be repeated because the prefix cache held part of the tail
+        self.reissued = 0  # second passes that were repeated because the prefix cache held part of the tail
         self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
         self._tail_keys = itertools.count()
         self._failure: str | None = None
         watched(llm, lambda: llm.collective_rpc("watch_tails"))
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
-        """Compile with these weights from now on (copied: the caller may go on to change folder and projector).
+        """Compile with these weights from now on. Folder and projector are copied.
 
-        Every adapter gets a fresh directory, name and number. The engine keeps adapters, and the prefix cache keys and
-        values, by these: an adapter that is overwritten in place is served stale, without an error.
+        Every adapter gets a new directory, name and number: engine and prefix cache identify adapters by these, and
+        would serve stale weights for an adapter that is overwritten in place.
 
         Args:
-            folder: an adapter in PEFT's format, or a checkpoint that holds one as `adapter/`.
-            version: what compilations will bear as their `weight_version`.
+            folder: an adapter in PEFT's format, or a checkpoint with an `adapter/`.
+            version: the `weight_version` of compilations.
 
         Raises:
             ValueError: the projector does not fit the compiler.
-            RuntimeError: vLLM cannot load it. Either way the weights before it stay in force.
+            RuntimeError: vLLM cannot load the adapter. After either error the previous weights remain.
         """
         from vllm.lora.request import LoRARequest
 
@@ -99,10 +95,10 @@ class VllmCompiler(TokenCompiler):
             request = LoRARequest(f"memcompiler-{serial}", serial, str(target))
             if not watched(self.llm, lambda: self.llm.llm_engine.add_lora(request)):
                 raise ValueError("the engine does not say why")
-        except Exception as error:  # vLLM's errors have no common class, and differ by where its core runs
+        except Exception as error:  # vLLM's errors have no common class
             shutil.rmtree(target, ignore_errors=True)
             raise RuntimeError(
-                f"vLLM cannot load the adapter {source}: {error}. Check that it is whole, made for this model, and of "
+                f"vLLM cannot load the adapter {source}: {error}. Check that it is complete, of this model, and of "
                 "a rank no larger than the engine's max_lora_rank"
             ) from error
         before, self.lora = self.lora, request
@@ -113,7 +109,7 @@ class VllmCompiler(TokenCompiler):
 
     @property
     def broken(self) -> str | None:
-        """Why this engine will never compile again, as far as is known without asking it."""
+        """Return why this engine can never compile again, as far as is known without calling it."""
         return self._failure or engine_trouble(self.llm)
 
     def _draft(
@@ -128,30 +124,25 @@ class VllmCompiler(TokenCompiler):
         return drafts, self.projector(hidden.to(self.device))
 
     def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
-        """Make the first pass; each request's seed comes from a generator of its own, where there are such."""
+        """Run the first pass. Each request gets a seed from the batch's generator or its own."""
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
 
         decoding, end = self.decoding, self.encoder.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
             raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
         if self.speculates and decoding.temperature:
-            raise ValueError("an engine that speculates is for greedy emissions alone: set compiler.speed.ngram to 0")
+            raise ValueError("a speculating engine samples greedily only: set compiler.speed.ngram to 0")
         drawn = [(by, len(prompts))] if isinstance(by, torch.Generator) else [(own, 1) for own in by]
         seeds = torch.cat([torch.randint(2**31, (n,), generator=own, device=self.device) for own, n in drawn]).tolist()
-        shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
         params = [
             SamplingParams(
                 temperature=decoding.temperature,
-                top_k=decoding.top_k,
-                top_p=decoding.top_p,
                 seed=seed,
                 max_tokens=decoding.max_new_tokens,
                 stop_token_ids=[end],
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
-                structured_outputs=shape,
                 **self._bans(),
             )
             for seed in seeds
@@ -159,20 +150,22 @@ class VllmCompiler(TokenCompiler):
         return [_draft_of(output, end) for output in self._run(prompts, [()] * len(prompts), params, wanted)]
 
     def _bans(self) -> dict[str, Any]:
-        """Say that reserved tokens are never sampled. A bias is the cheap way, which vLLM refuses beside speculation;
-        words that are banned hold there, too, guesses included."""
+        """Return the parameters that ban reserved tokens: a logit bias or, with speculation, where vLLM refuses that,
+        banned words."""
         if not self.speculates:
             return {"logit_bias": dict.fromkeys(self.encoder.suppressed, -torch.inf)}
         words = [self.encoder.tokenizer.decode([id]) for id in self.encoder.suppressed]
         if [self.encoder.chat_ids(word) for word in words] != [(id,) for id in self.encoder.suppressed]:
-            raise ValueError("a reserved token of this tokenizer is not read as one: set compiler.speed.ngram to 0")
+            raise ValueError(
+                "vLLM cannot ban a reserved token that this tokenizer splits: set compiler.speed.ngram to 0"
+            )
         return {"bad_words": words}
 
     def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
-        """Make the second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros where nobody waits.
+        """Run the second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros if cancelled.
 
-        A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
-        there are no hidden states: it is asked again, past the cache.
+        A repeated request (equal samples of a group) may find part of its tail in the prefix cache, which holds no
+        hidden states: it is sent again, past the cache.
         """
         memory = (self.encoder.memory_id,) * self.n_tokens
         tails = [(*draft.ids, *memory) for draft in drafts]
@@ -217,7 +210,7 @@ class VllmCompiler(TokenCompiler):
         rows = list(zip(prompts, then, strict=True))
         requests = [request_of(self.encoder, prompt, ids) for prompt, ids in rows]
         try:
-            outputs = run(self.llm, requests, params, self.lora, wanted)
+            outputs = run(self.llm, requests, params, lora=self.lora, wanted=wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise
@@ -232,25 +225,25 @@ class VllmCompiler(TokenCompiler):
 
 
 def engine_settings(lora_rank: int, ngram: int = 0) -> dict[str, Any]:
-    """Say what this backend asks of `vllm.LLM`, beyond model and dtype; `ngram` as in `configs.models.Speed`."""
+    """Return this backend's settings of `vllm.LLM` beyond model and dtype; `ngram` as in `configs.models.Speed`."""
     from vllm.platforms import current_platform
 
-    ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
+    ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
     return {
         **SETTINGS,
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as training scores it
+        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, as training scores it
         "worker_extension_cls": EXTENSION,
         **({"speculative_config": {**LOOKUP, "num_speculative_tokens": ngram}} if ngram else {}),
-        # On CPU, a request with a seed whose prompt is computed in chunks ends the whole engine (0.31).
+        # On CPU, a seeded request with a chunked prompt kills the engine (vLLM 0.31).
         **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
     }
 
 
 def _draft_of(output: RequestOutput | None, end: int) -> Draft:
-    if output is None:  # given up
+    if output is None:  # cancelled
         return Draft((end,), torch.zeros(0), True, 0)
     ids, rows = tuple(output.outputs[0].token_ids), cast(Any, output.outputs[0].logprobs)
     logprobs = torch.tensor([row[id].logprob for row, id in zip(rows, ids, strict=True)])

@@ -72,8 +72,6 @@ class EvalConfig(Settings):
     """Episodes played side by side, which share batches."""
     episode_attempts: int = Field(default=ATTEMPTS, ge=1)
     """Attempts at an episode that fails for technical reasons, over all resumes."""
-    pipelined: bool = False
-    """Compile for half of the episodes while the other half acts (docs/serving.md)."""
     cluster: Cluster = "local"
     """ray: workers play the episodes, on this machine or on several (docs/cluster.md)."""
     ray: RaySettings = RaySettings()

@@ -195,8 +195,6 @@ class Speed(Settings):
 
     drafts: int = Field(default=4, ge=0)
     """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""
-    shrink: bool = True
-    """Remove finished rows from a batch."""
     prefix_mib: float = Field(default=0, ge=0)
     """MiB of the model's device for cached keys and values of prompt prefixes; 0: off. Sums then depend in their last
     digits on earlier requests, so a resumed run may differ there."""
@@ -226,13 +224,9 @@ class CompilerConfig(ModelSettings):
     """Optimisations."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: greedy text, and the mean of the soft tokens."""
-    constrained: bool = False
-    """Constrain emissions to the grammar of the emission language (engine vllm; not for GRPO)."""
 
     @model_validator(mode="after")
     def _check_engine(self) -> CompilerConfig:
-        if self.constrained and self.engine != "vllm":
-            raise ValueError("constrained emissions need engine vllm")
         if self.speed.ngram and (self.engine != "vllm" or self.temperature):
             raise ValueError("compiler.speed.ngram is for greedy emissions (temperature 0) in engine vllm")
         return self

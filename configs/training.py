@@ -168,8 +168,6 @@ class Sampling(Settings):
 
     temperature: float = Field(default=1.2, ge=0)
     latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
-    top_k: int = Field(default=0, ge=0)  # 0: off; the paper has 50, but truncation biases the ratio
-    top_p: float = Field(default=1.0, gt=0, le=1)
 
 
 class PolicyLoss(Settings):
@@ -217,7 +215,6 @@ class GrpoConfig(Settings):
     cluster: Cluster = "local"
     placement: Placement = Placement()
     concurrency: int = Field(default=64, ge=1)
-    pipelined: bool = False  # half of the episodes compile while the others act (docs/serving.md)
     # Play the next update's episodes during this one, with weights that are one update old; needs loss.importance_cap.
     # Never across a checkpoint.
     overlap: bool = False
@@ -246,11 +243,6 @@ class GrpoConfig(Settings):
             )
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap trains on episodes of older weights: set loss.importance_cap (2.0 is usual)")
-        if self.compiler.constrained:
-            raise ValueError(
-                "compiler.constrained samples from another distribution than GRPO scores and biases the ratio: turn it "
-                "off for training"
-            )
         return self
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.gated_teacher import GatedTeacher
 from agent.records import Episode, episode_from_json, read_episodes
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
@@ -152,7 +153,8 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
 
 def taught(teacher: Teacher, brief_state: bool, sparing: float = 0.0) -> Delivery:
     """Return the delivery with a teacher as compiler."""
-    return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state, sparing=sparing)
+    compiler = GatedTeacher(teacher, sparing) if sparing else teacher
+    return Delivery("teacher", "compiled", compiler, soft=False, brief_state=brief_state)
 
 
 def expert_actor(config: CollectConfig) -> ExpertExecutor:

@@ -45,7 +45,9 @@ def settings_page() -> str:
     from configs.training import GrpoConfig, SftConfig
 
     roots = [CollectConfig, SftConfig, GrpoConfig, EvalConfig, ServeConfig, QuickstartConfig]
-    parts = ["# Settings\n\nGenerated from the typed settings. Set them in YAML (`-c NAME`) or as `a.b=c` on the command line."]
+    parts = [
+        "# Settings\n\nGenerated from the typed settings. Set them in YAML (`-c NAME`) or as `a.b=c` on the command line."
+    ]
     seen: list[type[BaseModel]] = []
     for model in _models(roots):
         if model not in seen:
@@ -60,13 +62,17 @@ def files_page() -> str:
     """List every Python file with the first sentence of its docstring."""
     order = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
     folders = [line.split()[0] for line in order.split("```layers", 1)[1].split("```", 1)[0].strip().splitlines()]
-    parts = ["# Files\n\nGenerated from the first line of each module's docstring, from the lowest layer to the highest."]
+    parts = [
+        "# Files\n\nGenerated from the first line of each module's docstring, from the lowest layer to the highest."
+    ]
     for folder in folders:
         rows = []
         for path in sorted((ROOT / folder).rglob("*.py")):
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
             if docstring:
-                rows.append(f"| `{path.relative_to(ROOT / folder).as_posix()}` | {_cell(docstring.split(chr(10) * 2)[0])} |")
+                rows.append(
+                    f"| `{path.relative_to(ROOT / folder).as_posix()}` | {_cell(docstring.split(chr(10) * 2)[0])} |"
+                )
         parts.append(f"## {folder}/\n\n| file | |\n| --- | --- |\n" + "\n".join(rows))
     return "\n\n".join(parts)
 

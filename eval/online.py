@@ -21,8 +21,8 @@ from agent.deliveries import Delivery
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
 from data_gen.experience import Views, kept_views, traces_of
-from data_gen.rounds import play_round
 from data_gen.memories import grown_from, renew_memory
+from data_gen.rounds import play_round
 from data_gen.tasks import specs_for
 from envs.base import Environment, Task
 from eval.intervals import wilson

@@ -17,7 +17,7 @@ from agent.records import SOFT_MARK
 from compiler import checkpoint
 from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
-from compiler.need import Need
+from compiler.gate import Need
 from compiler.prompt import compiler_parts
 from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig

@@ -11,7 +11,7 @@ from typing import Any
 from agent.deliveries import Delivery, find
 from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
 from agent.records import Episode
-from compiler.need import Need, need_for
+from compiler.gate import Need, need_for
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from data_gen.memories import open_memory
@@ -24,13 +24,13 @@ from eval.provenance import identity_of_models
 from eval.runs import EpisodeRecord, to_line
 from executor.records import Executor
 from memory.protocol import MemorySystem
-from runtime.worker_pool import Crew, Line, Unit, units_of
 from runtime.progress import progress
 from runtime.store import to_json
+from runtime.worker_pool import Crew, Line, Unit, units_of
 
 
 def limits_of(config: EvalConfig) -> Limits:
-    return Limits(config.max_steps, config.seed, config.pipelined, config.sure)
+    return Limits(config.max_steps, config.seed, config.sure)
 
 
 def gate_of(config: EvalConfig) -> Need | None:

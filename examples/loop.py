@@ -1,10 +1,10 @@
-"""The paper's loop on this repository's pieces, step by step, for one household task (seconds on a CPU):
+"""The paper's loop, step by step, for one household task (seconds on a CPU):
 
-    python examples/loop.py                       a teacher compiles, from the plans of the environment's expert
-    python examples/loop.py out/quickstart/sft    a trained compiler does (make quickstart trains one)
+    python examples/loop.py                       the expert teacher compiles
+    python examples/loop.py out/quickstart/sft    a trained compiler compiles (make quickstart trains one)
 
-The expert fills the memory bank, and the small frozen executor that ships with the repository acts. The real loop,
-`agent.episode.run_episode`, adds records, batching, and what happens when something breaks.
+The expert fills the memory bank, and the small frozen executor of the repository acts. `agent.episode.run_episode` adds
+records, batching and failures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent.expert import ExpertTeacher
-from agent.records import StepInput, compile_request, executor_request
+from agent.records import EpisodeContext, StepInput, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
@@ -28,20 +28,20 @@ from runtime.progress import quiet
 
 
 def main(checkpoint: str | None = None, number: int = 14) -> bool:
-    """Play test task `number` (14: memory's text tells where its plate is); tell whether it succeeded."""
+    """Play test task `number` (14: memory names the place of its plate). Return whether it succeeded."""
     quiet()
     own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
     settings = load_config(EvalConfig, "eval/quickstart", own)
     executor = load_executor(settings.executor, executor_told(settings.env))
     compiler = (
-        load_compiler(settings.compiler, executor, told=compiler_told(settings.env))
+        load_compiler(settings.compiler, executor, instructions=compiler_told(settings.env))
         if checkpoint
         else ExpertTeacher(reader=reader_of(settings.env))
     )
     with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
         tasks, experience = chosen_tasks(settings, envs, "test")
         bank = filled_bank(settings, envs, experience, Path(folder, "run"))
-        [spec] = specs_for([tasks[number]], bank, settings.memory.k)  # M = Retrieve(bank, goal), all episode long
+        [spec] = specs_for([tasks[number]], bank, settings.memory.k)  # M = Retrieve(bank, goal), for the whole episode
         env = envs.lease()
 
     state, history = BriefState(spec.goal), ()  # b_0 holds the goal
@@ -51,11 +51,14 @@ def main(checkpoint: str | None = None, number: int = 14) -> bool:
     for t in range(settings.max_steps):
         # Observe: s_t = (o_t, b_t) and M.
         seen = (observed.text, observed.image, observed.admissible)
-        step = StepInput(spec.goal, *seen, history, spec.memory, state, expert=env.expert, first=first)
+        step = StepInput(spec.goal, *seen, history, spec.memory, state, first=first)
         # Compile (Eq. 3): guidance and soft tokens for the executor, operations on the Brief State.
-        [compiled] = compiler.compile([compile_request(step)])
+        if isinstance(compiler, ExpertTeacher):  # a teacher also gets the expert's plan
+            [compiled] = compiler.compile([compile_request(step)], [EpisodeContext(env.expert())])
+        else:
+            [compiled] = compiler.compile([compile_request(step)])
         step = replace(step, emission=compiled.emission, soft=compiled.soft)
-        # Act (Eq. 4): the frozen executor reads what was compiled, never M itself.
+        # Act (Eq. 4): the frozen executor reads the compilation, never M itself.
         [action] = executor.act([executor_request(step, executor)])
         # Apply (Eq. 5): b_{t+1}.
         state, _ = apply_ops(compiled.emission.ops, state)

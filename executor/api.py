@@ -1,4 +1,4 @@
-"""A closed model as executor: text guidance only, over any OpenAI-compatible endpoint."""
+"""A closed model as executor, over any OpenAI-compatible endpoint: reads text only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memory.trajectory import png_bytes
 
 
 class ApiExecutor:
-    """A backend of the protocol `executor.records.Executor`. It reads the prompt that every executor reads, answers in
-    free text, and the answer is grounded; commands that the prompt does not list are not listed to it either.
+    """An `Executor` that answers in free text, which is grounded. It reads the prompt of every executor, without soft
+    tokens.
 
     Args:
-        role: under which name the endpoint accounts for it.
+        role: name of its costs in the endpoint's ledger.
     """
 
     accepts_soft = False
@@ -36,22 +36,23 @@ class ApiExecutor:
         self.sees_images = endpoint.config.images
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:
-        """One action per request, in order. A failure stands in the place of its action and ends that episode only."""
+        """Return one action per request, in order, or the exception of a failed one, which ends that episode only."""
         return self.endpoint.run([self._act(request) for request in requests])
 
     def hash(self) -> str:
-        """Name whose weights these are: nobody outside knows more."""
+        """Return model and endpoint, since the weights are not accessible."""
         return f"{self.endpoint.config.model} at {self.endpoint.config.base_url}"
 
     async def _act(self, request: ExecutorRequest) -> Action:
         answer = await self.endpoint.ask(self.messages(request), self.role, self.max_new_tokens)
         grounded = ground(answer.text, request.admissible)
-        return Action(grounded.action, grounded.how, answer.text, (), answer.tokens_in, answer.tokens_out)
+        return Action(*grounded, answer.text, tokens_in=answer.tokens_in, tokens_out=answer.tokens_out)
 
     def messages(self, request: ExecutorRequest) -> list[Message]:
+        """Write the chat messages of a request."""
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
         parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain)]
-        told = instructed(self.instructions, request, self.reads.commands)
-        system = [{"role": "system", "content": told}] if told else []
+        instructions = instructed(self.instructions, request, self.reads.commands)
+        system = [{"role": "system", "content": instructions}] if instructions else []
         return [*system, user_message(*parts)]

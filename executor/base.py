@@ -1,4 +1,4 @@
-"""What executors with a model of their own share, whatever runs it: prompts as token ids, and actions from answers."""
+"""Base class of executors with a local or served model: prompts as token ids, and actions from scores or answers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lm.replies import answer_text
 
 
 class TokenExecutor:
-    """Encodes requests and decides on actions; its backends score candidates and generate.
+    """Encodes requests and chooses actions. Subclasses score candidates and generate.
 
-    Where commands are enumerated, `mode` says how it acts:
+    `mode` says how it acts on admissible commands:
 
-    choice    by likelihood, exact on every backend
-    guided    greedy decoding that is held to the commands (vLLM): cheaper, but token by token, so that it may begin
-              with a likely word whose commands are all less likely than another
-    generate  free greedy text, grounded afterwards
+    choice    choose by likelihood, exact on every backend
+    guided    decode greedily under the constraint that a command results (vLLM). Cheaper, but token by token: a likely
+              first word may lead to commands that are all less likely than another one
+    generate  decode greedily without constraint, and ground the text
 
     Args:
-        images: False keeps pictures from a model that could see them.
-        temperature: of the choice among admissible actions; 0 takes the likeliest.
-        reads: what of a compilation `agent.records.executor_request` puts into its requests.
+        images: False hides pictures from a model that could see them.
+        temperature: of the choice among admissible commands; 0 takes the likeliest.
+        reads: inputs that `agent.records.executor_request` puts into its requests.
     """
 
     accepts_soft = True
-    context: int | None = None  # tokens that its model reads and writes; None where nobody knows
+    context: int | None = None  # context length of the model in tokens; None if unknown
     mode: Literal["choice", "guided", "generate"] = "choice"
 
     def __init__(
@@ -52,24 +52,25 @@ class TokenExecutor:
         self.reads = reads
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """Make the prompt that all backends read. A picture is left out by an executor that does not see."""
+        """Encode a request, without its picture if the executor does not see."""
         shown = request if self.sees_images else replace(request, image=None)
-        told = instructed(self.instructions, request, self.reads.commands)
-        prompt = self.encoder.encode(executor_parts(shown), told)
+        instructions = instructed(self.instructions, request, self.reads.commands)
+        prompt = self.encoder.encode(executor_parts(shown), instructions)
         soft = request.delivered.soft
-        if prompt.ids.count(self.placeholder) != request.delivered.n_soft:  # of a token that ordinary text produces
+        if prompt.ids.count(self.placeholder) != request.delivered.n_soft:  # ordinary text produces the token
             raise ValueError(f"ordinary text contains the memory token {self.placeholder_text}: set memory_token")
         return replace(prompt, soft=soft if isinstance(soft, Tensor) else None)
 
     def action_ids(self, action: str) -> tuple[int, ...]:
+        """Tokenise an action with its end of turn."""
         return (*self.encoder.ids(action), self.end_id)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        """Decide on one action per request, in order: by likelihood where `mode` is choice and every request
-        enumerates its commands, else by what is generated.
+        """Return one action per request, in order: chosen by likelihood if `mode` is choice and every request lists its
+        commands, else generated.
 
         Raises:
-            ValueError: a prompt leaves no room for an action, or the backend cannot read it as it is.
+            ValueError: a prompt leaves no room for an action, or the backend cannot read it.
             RuntimeError: the backend's engine or server failed.
         """
         prompts, admissible = [self.encode(request) for request in requests], [r.admissible for r in requests]
@@ -79,7 +80,7 @@ class TokenExecutor:
         if not requests:
             return []
         if by_choice:
-            # Read once for all of them: every read waits for a GPU.
+            # One copy from the device: each copy synchronises it.
             found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
             scores = found.split([len(names or ()) for names in admissible])
             return [self._chosen(*row) for row in zip(admissible, prompts, scores, strict=True)]
@@ -87,24 +88,24 @@ class TokenExecutor:
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Score every candidate of every prompt: log p(candidate, end of turn | prompt)."""
+        """Return log p(candidate, end of turn | prompt) of every candidate of every prompt."""
         raise NotImplementedError
 
     def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> Sequence[tuple[list[int], int | None]]:
-        """Answer greedily: ids, and how much of the prompt a cache held, where that is known."""
+        """Decode greedily: ids, and how many tokens of the prompt a cache held (None if unknown)."""
         raise NotImplementedError
 
     def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
-        """Give log-probabilities (C,) of C admissible actions at this executor's temperature."""
+        """Return log-probabilities (C,) of C admissible commands at this executor's temperature."""
         return (candidate_logprobs / (self.temperature or 1.0)).log_softmax(0)
 
     def _check_context(self, prompt: Prompt, candidates: Sequence[str]) -> None:
-        """Raise ContextLengthError where an answer or a candidate does not fit behind the prompt."""
+        """Raise ContextLengthError if an answer or a candidate does not fit behind the prompt."""
         room = max((len(name.encode()) + 3 for name in candidates), default=self.max_new_tokens)
         if candidates and self.context is not None and len(prompt.ids) + room > self.context:
-            # Bytes were a bound that is cheap. Behind a candidate vLLM has to be asked for one more token.
+            # The bound by bytes is exceeded: count tokens, and one that vLLM generates behind a candidate.
             room = 1 + max(len(self.action_ids(name)) for name in candidates)
         check_context("executor", len(prompt.ids), room, self.context)
 
@@ -118,7 +119,17 @@ class TokenExecutor:
             at = int(candidate_logprobs.argmax())
         action, ids = (candidates or ())[at], prompt.ids
         written, sure = len(self.action_ids(action)), float(candidate_logprobs.softmax(0).max())
-        return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, sure=sure, **drawn)
+        return Action(
+            action,
+            Grounding.CHOICE,
+            text=action,
+            prompt_ids=ids,
+            tokens_in=len(ids),
+            tokens_out=written,
+            chosen=at,
+            sure=sure,
+            **drawn,
+        )
 
     def _grounded(
         self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]
@@ -126,4 +137,11 @@ class TokenExecutor:
         written, cached = answer
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
         text = answer_text(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return Action(*ground(text, candidates), text, prompt.ids, len(prompt.ids), len(ids), cached)
+        return Action(
+            *ground(text, candidates),
+            text=text,
+            prompt_ids=prompt.ids,
+            tokens_in=len(prompt.ids),
+            tokens_out=len(ids),
+            tokens_cached=cached,
+        )

@@ -1,4 +1,4 @@
-"""From settings to the executor that they name."""
+"""Loads the executor that the settings describe."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ AnyExecutor: TypeAlias = (
 )
 
 
-def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None) -> AnyExecutor:
-    """Make the executor on the engine that the settings name.
+def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None = None) -> AnyExecutor:
+    """Load the executor on the engine of the settings.
 
     Args:
-        told: about the environment (`EnvSpec.told`), shown unless the settings say `none`.
-        cache: file for a closed model's answers, where the settings name none.
+        environment: instructions of the environment (`EnvSpec.told`), shown unless `executor.instructions` is none.
+        cache: file for a closed model's answers, if the settings name none.
     """
-    common = _common(config, told)
+    common = _common(config, environment)
     if config.engine == "api":
         from executor.api import ApiExecutor
         from lm.endpoint import Endpoint
 
-        endpoint, shown = Endpoint(config.api, cache), common["instructions"]
-        return ApiExecutor(endpoint, shown, config.max_new_tokens, reads=common["reads"])
+        del common["images"]  # the endpoint's setting
+        return ApiExecutor(Endpoint(config.api, cache), **common)
     if config.engine == "scripted":
         from executor.scripted import ScriptedPlanner
 
@@ -50,10 +50,15 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
             from lm.endpoint import Endpoint
 
             endpoint = Endpoint(config.api, cache)
-        likely = config.explore == "likely"
-        return ProgramExecutor(endpoint, config.feedback, config.homes, likely, reads=common["reads"])
+        return ProgramExecutor(
+            endpoint=endpoint,
+            feedback=config.feedback,
+            homes=config.homes,
+            likely=config.explore == "likely",
+            reads=common["reads"],
+        )
     if config.engine == "hf":
-        return load_frozen(config, told)
+        return load_frozen(config, environment)
     from lm.backbone import load_encoder
     from lm.device import dtype_of
 
@@ -76,9 +81,9 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
-def load_frozen(config: ExecutorConfig, told: Told, weights: Weights = "device") -> FrozenExecutor:
-    """Make the executor in this process, whatever `engine` says: a gradient can pass through it. `weights`: where they
-    are to be."""
+def load_frozen(config: ExecutorConfig, environment: Told, weights: Weights = "device") -> FrozenExecutor:
+    """Load the executor in transformers, whatever `engine` says: training backpropagates through it. `weights`: their
+    device."""
     from executor.hf import FrozenExecutor
     from lm.backbone import backbone_of
 
@@ -88,18 +93,28 @@ def load_frozen(config: ExecutorConfig, told: Told, weights: Weights = "device")
         "choice" if config.mode == "choice" else "generate",
         batch_size=config.batch_size,
         temperature=config.temperature,
-        **_common(config, told),
+        **_common(config, environment),
     )
 
 
-def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:
-    shown = told.instructions if config.instructions == "full" else ""
-    common = {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images}
-    return {**common, "reads": reads_of(config, told)}
+def _common(config: ExecutorConfig, environment: Told) -> dict[str, Any]:
+    """Return the arguments that all backends with a language model take."""
+    shown = environment.instructions if config.instructions == "full" else ""
+    return {
+        "instructions": shown,
+        "max_new_tokens": config.max_new_tokens,
+        "images": config.images,
+        "reads": reads_of(config, environment),
+    }
 
 
-def reads_of(config: ExecutorConfig, told: Told) -> Reads:
-    """Say what settings and environment let the executor read."""
+def reads_of(config: ExecutorConfig, environment: Told) -> Reads:
+    """Return what the executor reads under these settings in this environment."""
     return Reads(
-        config.reads_state, config.soft_on, config.history, config.first_view, config.goal_last, told.lists_commands
+        state=config.reads_state,
+        soft_on=config.soft_on,
+        history=config.history,
+        first_view=config.first_view,
+        goal_last=config.goal_last,
+        commands=environment.lists_commands,
     )

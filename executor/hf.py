@@ -1,4 +1,4 @@
-"""The frozen executor, Hugging Face backend: acts on text and soft tokens; its parameters never get a gradient."""
+"""The frozen executor in transformers: acts on text and soft tokens; its parameters never get a gradient."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from soft_mem.projector import check_places, inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, for a model that is to generate and
-    that transformers generates with from tokens alone, which soft tokens are not."""
+    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, if the model shall generate, but cannot
+    generate from embeddings."""
 
     def __init__(
         self,
@@ -39,20 +39,27 @@ class FrozenExecutor(TokenExecutor):
     ) -> None:
         if mode == "generate" and "inputs_embeds" not in asked(backbone.model.prepare_inputs_for_generation):
             raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
-        super().__init__(backbone, instructions, max_new_tokens, images, temperature, reads)
+        super().__init__(
+            backbone,
+            instructions=instructions,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            temperature=temperature,
+            reads=reads,
+        )
         self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
         self.batch_size = batch_size
 
     @property
     def embedding_table(self) -> Tensor:
-        """(V, d)."""
+        """Return the input embeddings (V, d)."""
         return self.backbone.embedding_table
 
     def hash(self) -> str:
-        """Hash names and bytes of all parameters (SHA-256): frozen means that training leaves them as they were."""
+        """Return the SHA-256 of all parameters, which training must not change."""
         digest = hashlib.sha256()
-        spread = any(parameter.is_meta for parameter in self.model.parameters())  # some weights are put away
+        spread = any(parameter.is_meta for parameter in self.model.parameters())  # some weights are offloaded
         weights = get_state_dict_offloaded_model(self.model) if spread else self.model.state_dict()
         for name, parameter in sorted(weights.items()):
             digest.update(name.encode())
@@ -78,17 +85,17 @@ class FrozenExecutor(TokenExecutor):
                 do_sample=False,
                 eos_token_id=self.end_id,
                 pad_token_id=self.end_id,
-                **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # others it finds alike
+                **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # else computed there
                 **batch.vision,
             )
         return [(ids, None) for ids in out.tolist()]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Score all candidates in ONE forward pass, exactly, and differentiable in the prompts' soft tokens.
+        """Score all candidates in one forward pass, exactly, and differentiably in the prompts' soft tokens.
 
-        The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
-        tree attention mask lets each node see the prompt and its own ancestors only. A candidate's last token is only
-        predicted. Where such a mask would not hold (`Backbone.attends_fully`), each candidate is a row of its own.
+        The candidates of a prompt share prefixes ("go to ..."). They form a tree behind the prompt, and a tree
+        attention mask lets each node attend to the prompt and its ancestors only. A candidate's last token is
+        predicted, not read. In models without full attention (`Backbone.attends_fully`), each candidate is a row.
         """
         if not self.backbone.attends_fully:
             return self._row_logprobs(prompts, candidates)
@@ -116,7 +123,7 @@ class FrozenExecutor(TokenExecutor):
         return results
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Score by as many forward passes as it takes, `batch_size` candidates at a time."""
+        """Score `batch_size` candidates per forward pass."""
         pairs = zip(prompts, candidates, strict=True)
         rows = [(prompt, self.action_ids(name)) for prompt, names in pairs for name in names]
         scores = []
@@ -134,10 +141,10 @@ class FrozenExecutor(TokenExecutor):
     ) -> tuple[Tensor, Tensor]:
         """Compute L_action (paper C.3.1): per-row summed NLL (B,) of the action's tokens, and their counts (B,).
 
-        Gradient flows through the frozen model into `soft_BNd`; only the action positions get logits.
+        The gradient flows through the frozen model into `soft_BNd`. Only action positions get logits.
 
         Args:
-            soft_BNd: None reads each prompt with soft tokens of its own, if it has any.
+            soft_BNd: soft tokens of all rows; None reads each prompt with its own, if it has any.
         """
         rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
         batch = self.backbone.pad(rows, "right")
@@ -156,7 +163,7 @@ class FrozenExecutor(TokenExecutor):
         return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
 
     def embed(self, tokens: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Embed tokens (B, T, d) with each row's own soft tokens in their places (rows may have none)."""
+        """Embed tokens (B, T) with each row's own soft tokens, if it has any: (B, T, d)."""
         embeddings = self.backbone.embeddings(tokens)
         rows = [i for i, prompt in enumerate(prompts) if prompt.soft is not None]
         if not rows:
@@ -172,13 +179,12 @@ class FrozenExecutor(TokenExecutor):
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """Candidates as a prefix tree of what is read: node i holds `tokens[i]` and follows node `parents[i]` (-1: the
-    prompt's end)."""
+    """Prefix tree of the candidates: node i holds `tokens[i]` and follows node `parents[i]` (-1: the prompt)."""
 
     tokens: list[int]
     parents: list[int]
     depths: list[int]
-    paths: list[list[tuple[int, int]]]  # of each candidate: tokens, each with the node before it
+    paths: list[list[tuple[int, int]]]  # of each candidate: (node before a token, token)
 
     @classmethod
     def of(cls, candidates: Sequence[Sequence[int]]) -> _Tree:
@@ -197,7 +203,7 @@ class _Tree:
 
 
 def _tree_attention(lengths: Sequence[int], trees: Sequence[_Tree], width: int) -> tuple[Tensor, Tensor]:
-    """Attention mask (B, T, T), True where a position may look, and by how much each position moves (B, T)."""
+    """Return the attention mask (B, T, T), True where a position attends, and the shift of each position (B, T)."""
     mask = torch.tril(torch.ones(width, width, dtype=torch.bool)).repeat(len(trees), 1, 1)
     offsets = torch.zeros(len(trees), width, dtype=torch.long)
     for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):

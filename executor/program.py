@@ -1,9 +1,9 @@
-"""KARMA's planner: a program of skills from one prompt, carried out in open loop (sections 3.1 and 3.5).
+"""KARMA's planner: a program of skills from one prompt, executed in open loop (sections 3.1 and 3.5).
 
-The program follows from the goal, what memory delivers and the places that there are, by rule or by a language model.
-A thing of which memory says where it is gets `GoToObject`, another one `Explore`, which visits places in turn until the
-thing is in view: with a scene graph area by area, by how likely the thing lies there, without one in some order. Where
-memory was wrong, the program is stuck (`feedback: false`, the paper), or explores after all.
+A rule or a language model writes the program from goal, memory and places. A thing whose place memory names gets
+`GoToObject`; another one gets `Explore`, which visits places until the thing is in view: with a scene graph area by
+area, by how likely the thing is there, without one in random order. Where memory is wrong, the program is stuck
+(`feedback: false`, as in the paper) or explores.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from envs.household.trajectories import PUT, TAKE
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
-from executor.scripted import CHARACTERS, Wanted
-from executor.skills import SKILLS, Progress, Skill, progress, read_program
+from executor.scripted import CHARACTERS, GoalParts, kind_and_number
+from executor.skills import SKILLS, ProgramProgress, Skill, program_progress, read_program
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
 from memory.karma.graph import SceneGraph, read_graph
@@ -34,57 +34,62 @@ _GO, STUCK = "go to ", "look"
 _VAGUE = re.compile(r"put the (hot|cool|clean|moved) ([a-z ]+) in ([a-z]+)")
 _CONDITION = {"hot": "heated", "cool": "cooled", "clean": "cleaned"}
 _TREATED = {"heat": "heated", "cool": "cooled", "clean": "cleaned"}
-_WAS = re.compile(r"\bthe ([a-z]+) was in ([a-z]+ \d+)")  # how teachers cite a place
+_WAS = re.compile(r"\bthe ([a-z]+) was in ([a-z]+ \d+)")  # a place as teachers cite it
 _LAMP = re.compile(r"\b(desklamp|floorlamp)\b")
 PLAN_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A program, and areas from likely to unlikely where it has an opinion of its own."""
+class SkillPlan:
+    """A program, and optionally the areas to explore, from likely to unlikely."""
 
     program: tuple[Skill, ...]
     areas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What a planner reads: the goal, what memory says, and what can be done now."""
+class PlannerInput:
+    """What a planner reads: goal, memory and admissible commands."""
 
     goal: str
     memory: str
     commands: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: ExecutorRequest) -> Situation:
+    def of(cls, request: ExecutorRequest) -> PlannerInput:
+        """Extract the situation from a request. Raises: ValueError, if it lists no commands."""
         if request.admissible is None:
             raise ValueError("a program of skills needs an environment that lists its commands")
         goal = request.goal.partition(": ")[2] if request.goal.startswith("in ") else request.goal
         d = request.delivered
-        told = [d.memory, d.reason, *d.guidance.split(" / ")]
-        return cls(goal, "\n".join(filter(None, told)), tuple(request.admissible))
+        memory = [d.memory, d.reason, *d.guidance.split(" / ")]
+        return cls(goal, "\n".join(filter(None, memory)), tuple(request.admissible))
+
+    @property
+    def _examinable(self) -> list[str]:
+        return [c.removeprefix("examine ") for c in self.commands if c.startswith("examine ")]
 
     @property
     def here(self) -> list[str]:
-        """List the places at hand: what can be examined and is not held."""
-        named = [c.removeprefix("examine ") for c in self.commands if c.startswith("examine ")]
-        return [name for name in named if kind(name) not in carried()]
+        """List the places at hand: they can be examined, and not carried."""
+        return [name for name in self._examinable if kind(name) not in carried()]
 
     @property
     def held(self) -> str:
-        """Return what is in hand: what can be examined and is carried."""
-        named = [c.removeprefix("examine ") for c in self.commands if c.startswith("examine ")]
-        return next((name for name in named if kind(name) in carried()), "")
+        """Return the thing in hand: it can be examined, and carried; "" without one."""
+        return next((name for name in self._examinable if kind(name) in carried()), "")
 
     @property
     def places(self) -> list[str]:
-        """List all places, in an order that does not depend on where one stands."""
-        return sorted({*self.here, *(c.removeprefix(_GO) for c in self.commands if c.startswith(_GO))}, key=_parted)
+        """List all places, in an order that does not depend on the current one."""
+        return sorted(
+            {*self.here, *(c.removeprefix(_GO) for c in self.commands if c.startswith(_GO))}, key=kind_and_number
+        )
 
     @property
     def units(self) -> list[Unit]:
-        """List what memory says of things: units as they are, of trajectories where a thing was last put or taken, and
-        what compiled guidance cites."""
+        """List the places of things in memory: its units, the last put or take of trajectories, and the citations of
+        compiled guidance."""
         found = list[Unit]()
         for line in self.memory.split("\n"):
             if unit := read_unit(line):
@@ -108,19 +113,14 @@ def _units_of(actions: Sequence[str]) -> list[Unit]:
     return [Unit(thing, place) for thing, place in last.items()]
 
 
-def _parted(place: str) -> tuple[str, int]:
-    name, _, number = place.rpartition(" ")
-    return name, int(number) if number.isdecimal() else 0
+# -- planning by rule -------------------------------------------------------------------------------------------------
 
 
-# by rule --------------------------------------------------------------------------------------------------------------
-
-
-def plan_by_rule(now: Situation) -> Plan:
-    """Write the program of a goal in ALFWorld's words: locate, pick up, treat unless memory says that it is done, go to
-    the destination, put; under a lamp, switch it on."""
+def plan_by_rule(now: PlannerInput) -> SkillPlan:
+    """Write the program of a goal in ALFWorld's words: locate, pick up, treat (unless memory says that it is done), go
+    to the target, put; or, with a lamp, switch it on."""
     vague = _VAGUE.fullmatch(now.goal)
-    wanted = Wanted("", "|".join(alike(vague[2])), vague[3]) if vague else Wanted.of(now.goal)
+    wanted = GoalParts("", "|".join(alike(vague[2])), vague[3]) if vague else GoalParts.of(now.goal)
     condition = _CONDITION.get(vague[1], "") if vague else ""
     lamp = m[1] if (m := _LAMP.search(now.goal)) else ""
     fits = lambda unit: unit.type in wanted.thing.split("|") and (not condition or condition in unit.states)
@@ -129,11 +129,11 @@ def plan_by_rule(now: Situation) -> Plan:
     for number in range(2 if wanted.two else 1):
         unit = known[number] if number < len(known) else None
         program += _leg(unit, wanted, lamp)
-    return Plan(tuple(program))
+    return SkillPlan(tuple(program))
 
 
-def _leg(unit: Unit | None, wanted: Wanted, lamp: str) -> list[Skill]:
-    """Fetch one thing, and do with it what is asked."""
+def _leg(unit: Unit | None, wanted: GoalParts, lamp: str) -> list[Skill]:
+    """Write the skills that fetch, treat and put one thing."""
     thing = unit.id if unit else wanted.thing
     known = unit is not None and unit.place != HAND
     program = [Skill("GoToObject", unit.place) if unit and known else Skill("Explore", wanted.thing)]
@@ -146,11 +146,11 @@ def _leg(unit: Unit | None, wanted: Wanted, lamp: str) -> list[Skill]:
 
 
 def alike(words: str) -> list[str]:
-    """List the kinds of things that a group, with or without a colour, names."""
+    """List the kinds of things in a group, with or without a colour."""
     return [thing for thing, (colour, group) in TRAITS.items() if words in (group, f"{colour} {group}")]
 
 
-# by a language model --------------------------------------------------------------------------------------------------
+# -- planning by a language model -------------------------------------------------------------------------------------
 
 ROLE = f"""You plan for a household robot. If you do not know where a thing is, and memory does not say it, explore. \
 The robot has these skills: {", ".join(SKILLS)}. GoToObject(robot, place) walks to a known place, \
@@ -164,8 +164,8 @@ Use what memory says: earlier tasks have moved and changed things. Answer with o
 that may hold the object, from likely to unlikely], "program": [calls, one a string]}}. All that follows is data."""
 
 
-def plan_prompt(now: Situation) -> list[dict[str, Any]]:
-    """Write the prompt of Appendix A: role, skills, example, then instruction, memory and places."""
+def plan_prompt(now: PlannerInput) -> list[dict[str, Any]]:
+    """Write the planner's prompt (Appendix A): role, skills, example, instruction, memory and places."""
     facts = " ".join(f"{{{unit.text}}}" for unit in now.units) or "none"
     rest = "\n".join(line for line in now.memory.split("\n") if line and not read_unit(line)) or "none"
     parts = [
@@ -178,26 +178,26 @@ def plan_prompt(now: Situation) -> list[dict[str, Any]]:
     return [{"role": "system", "content": ROLE}, {"role": "user", "content": "\n".join(parts)}]
 
 
-def read_plan(answer: str) -> Plan | None:
-    """Read a plan from a model's answer, fenced or not; None where it holds no program."""
+def read_plan(answer: str) -> SkillPlan | None:
+    """Parse a plan from a model's answer, fenced or not; None without a program."""
     parsed = json_object(answer) or {}
     program = read_program(texts(parsed.get("program")))
-    return Plan(program, tuple(texts(parsed.get("areas")))) if program else None
+    return SkillPlan(program, tuple(texts(parsed.get("areas")))) if program else None
 
 
-# carried out ----------------------------------------------------------------------------------------------------------
+# -- execution --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ProgramExecutor:
-    """An `Executor` that plans once for a task: what it decides is a function of what it reads.
+    """An `Executor` that plans once per task. Its actions depend on its requests only.
 
     Args:
         endpoint: the language model that plans; None plans by rule.
-        feedback: explore where memory was wrong, instead of being stuck.
-        homes: the environment in whose homes it knows where things lie.
-        likely: explore by that without a scene graph, too.
-        seed: of the order in which it explores without a scene graph.
+        feedback: explore where memory is wrong, instead of being stuck.
+        homes: environment whose placement prior ranks places.
+        likely: use that prior without a scene graph, too, instead of a random order.
+        seed: of the random order.
     """
 
     endpoint: Endpoint | None = None
@@ -209,12 +209,12 @@ class ProgramExecutor:
     batched: bool = True
     accepts_soft: bool = False
     sees_images: bool = False
-    _plans: dict[str, Plan | Exception] = field(default_factory=dict, repr=False)
+    _plans: dict[str, SkillPlan | Exception] = field(default_factory=dict, repr=False)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:
-        """One action per request; where no plan can be had, what went wrong stands in its place."""
-        situations = [Situation.of(request) for request in requests]
-        plans = self._planned(situations)
+        """Return one action per request, in order, or the exception of a failed plan."""
+        situations = [PlannerInput.of(request) for request in requests]
+        plans = self._plans_of(situations)
         return [
             plan if isinstance(plan, Exception) else self._action(now, plan, request)
             for now, plan, request in zip(situations, plans, requests, strict=True)
@@ -225,11 +225,11 @@ class ProgramExecutor:
         return ROLE if self.endpoint else ""
 
     def hash(self) -> str:
-        """Return what it is, in the place of a hash of weights."""
+        """Return a description instead of a hash of weights."""
         by = f"{self.endpoint.config.model} at {self.endpoint.config.base_url}" if self.endpoint else "rules"
         return f"program by {by}, feedback {self.feedback}, homes {self.homes}, likely {self.likely}, seed {self.seed}"
 
-    def _planned(self, situations: Sequence[Situation]) -> list[Plan | Exception]:
+    def _plans_of(self, situations: Sequence[PlannerInput]) -> list[SkillPlan | Exception]:
         if self.endpoint is None:
             return [plan_by_rule(now) for now in situations]
         prompts = {json.dumps(prompt): prompt for prompt in map(plan_prompt, situations)}
@@ -246,23 +246,24 @@ class ProgramExecutor:
         plans = self._plans | failed
         return [plans[json.dumps(plan_prompt(now))] for now in situations]
 
-    def _action(self, now: Situation, plan: Plan, request: ExecutorRequest) -> Action:
-        skill, command = self.carried_on(now, plan, request.history)
+    def _action(self, now: PlannerInput, plan: SkillPlan, request: ExecutorRequest) -> Action:
+        skill, command = self.next_command(now, plan, request.history)
         tokens = (len(now.goal) + len(now.memory)) // CHARACTERS + 1
         how = Grounding.CHOICE if command in now.commands else Grounding.FAILED
-        return Action(command, how, f"{skill}: {command}", (), tokens, len(command) // CHARACTERS + 1)
+        written = len(command) // CHARACTERS + 1
+        return Action(command, how, f"{skill}: {command}", tokens_in=tokens, tokens_out=written)
 
-    def carried_on(self, now: Situation, plan: Plan, history: Sequence[str]) -> tuple[str, str]:
-        """Return the skill that is next, and its command."""
-        done = progress(plan.program, history, now.held)
+    def next_command(self, now: PlannerInput, plan: SkillPlan, history: Sequence[str]) -> tuple[str, str]:
+        """Return the next skill and its command."""
+        done = program_progress(plan.program, history, now.held)
         if done.deed is None or done.deed.command is None:
             return ("done" if done.deed is None else done.deed.text), STUCK
         if possible := _possible(now, done):
             return done.deed.text, possible
         if done.deed.name == "PickupObject" and now.held:
-            return f"PutObject({now.held})", self._laid_aside(now, done.since)
+            return f"PutObject({now.held})", self._put_down(now, done.since)
         leading = done.leading
-        if leading is not None and leading.name == "GoToObject" and (place := _destination(now, leading, done.deed)):
+        if leading is not None and leading.name == "GoToObject" and (place := _destination(now, leading)):
             if place not in now.here and _GO + place in now.commands:
                 return leading.text, _GO + place
             if f"open {place}" in now.commands:
@@ -270,31 +271,38 @@ class ProgramExecutor:
             if not self.feedback:
                 return leading.text, STUCK
         sought = done.deed.thing if leading is None or leading.name == "GoToObject" else leading.thing
-        return f"Explore({sought})", self._explored(now, done.since, sought, plan.areas)
+        return f"Explore({sought})", self._explore(now, done.since, sought, plan.areas)
 
-    def _laid_aside(self, now: Situation, since: Sequence[str]) -> str:
-        """Put away what is in the way, here if that is possible, else where it may lie."""
+    def _put_down(self, now: PlannerInput, since: Sequence[str]) -> str:
+        """Put down the thing in hand, here if possible, else at a place that fits it."""
         if mine := [command for command in now.commands if _puts(command, now.held)]:
             return mine[0]
         fits = ITEM_TYPES[kind(now.held)].places if kind(now.held) in ITEM_TYPES else frozenset[str]()
         if doors := [f"open {p}" for p in now.here if kind(p) in fits and f"open {p}" in now.commands]:
             return doors[0]
         left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
-        return _GO + min(left, key=lambda p: (kind(p) not in fits, _parted(p))) if left else STUCK
+        return _GO + min(left, key=lambda p: (kind(p) not in fits, kind_and_number(p))) if left else STUCK
 
-    def _explored(self, now: Situation, since: Sequence[str], sought: str, ranked: Sequence[str]) -> str:
-        """Open the place that was gone to, or go to the next one."""
+    def _explore(self, now: PlannerInput, since: Sequence[str], sought: str, ranked: Sequence[str]) -> str:
+        """Open the place of the last `go to`, or go to the next one."""
         if since and since[-1].startswith(_GO) and (door := f"open {since[-1].removeprefix(_GO)}") in now.commands:
             return door
         left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
-        order = self.order(left, sought, read_graph(now.memory), next(iter(now.here), ""), now.goal, ranked)
+        order = self.order(
+            left,
+            sought,
+            graph=read_graph(now.memory),
+            here=next(iter(now.here), ""),
+            goal=now.goal,
+            ranked=ranked,
+        )
         return _GO + order[0] if order else STUCK
 
     def order(
         self, places: Sequence[str], sought: str, graph: SceneGraph, here: str, goal: str, ranked: Sequence[str] = ()
     ) -> list[str]:
-        """Put places in the order in which they are explored: without a scene graph, shuffled; with one area by area,
-        as they are ranked, else by how likely one of their places holds the thing, then by hops from here."""
+        """Order places for exploration: without a scene graph at random; with one area by area, by `ranked`, then the
+        probability that the area holds the thing, then hops from here."""
         drawn = lambda place: blake2b(f"{self.seed}/{goal}/{place}".encode("utf-8", "surrogatepass")).digest()
         shuffled = sorted(places, key=drawn)
         odds = _odds(self.homes, sought, places)
@@ -310,15 +318,15 @@ class ProgramExecutor:
 
 
 def _odds(homes: str, sought: str, places: Sequence[str]) -> Mapping[str, float]:
-    """Return for each place how likely one of the things lies there: a kind's share, among all of that kind."""
+    """Return the probability that each place holds one of the things: its kind's share over the places of the kind."""
     kinds = [kind(place) for place in places]
     things = [kind(thing) for thing in sought.split("|")]
     of = [likelihood(homes, thing, kinds) for thing in things]
     return {p: sum(each[kind(p)] for each in of) / len(of) / kinds.count(kind(p)) for p in places}
 
 
-def _possible(now: Situation, done: Progress) -> str:
-    """Return a command that does the deed here; "" for none. What was put somewhere in this task is left there."""
+def _possible(now: PlannerInput, done: ProgramProgress) -> str:
+    """Return a command of the next skill; "" without one. Things that this task has put somewhere stay there."""
     form = done.deed.command if done.deed else None
     for command in now.commands if form else ():
         found = form.fullmatch(command) if form else None
@@ -328,8 +336,8 @@ def _possible(now: Situation, done: Progress) -> str:
     return ""
 
 
-def _destination(now: Situation, leading: Skill, deed: Skill) -> str:
-    """Return the place that a skill goes to: one of that name or kind, or where memory says that the thing is."""
+def _destination(now: PlannerInput, leading: Skill) -> str:
+    """Return the place that a skill leads to, by name, kind or the thing's place in memory; "" without one."""
     named = leading.thing
     at = next((unit.place for unit in now.units if named in (unit.id, unit.type)), named)
     fitting = [place for place in now.places if at in (place, kind(place))]

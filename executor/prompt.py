@@ -1,7 +1,7 @@
-"""The executor's prompt: the same for every delivery but for the block that the delivery adds.
+"""The executor's prompt. Deliveries differ in its memory block only.
 
 goal: in home 17: put a hot mug in cabinet
-first: ...                                         the episode's first view, later on (`executor.first_view`)
+first: ...                                         the episode's first view, after step 0 (`executor.first_view`)
 memory: ...                                        static: all of M, pasted
 now: find mug                                      compiled: the Brief State's lines (`executor.reads_state`)
 guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance
@@ -9,12 +9,12 @@ soft: <mem><mem><mem><mem>                         compiled: placeholders of the
 did: go to shelf 1 ; open shelf 1
 view: <image>                                      executors that see
 see: ...
-goal: in home 17: put a hot mug in cabinet         here instead of above, where asked (`executor.goal_last`)
+goal: in home 17: put a hot mug in cabinet         here instead of above (`executor.goal_last`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,15 +24,15 @@ from runtime.told import without_newlines
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PICTURE = "[picture]"  # how records show a picture's place
-HISTORY = 20  # actions that are shown, unless settings say otherwise
+PICTURE = "[picture]"  # stands for a picture in recorded prompts
+HISTORY = 20  # default number of actions in the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """What a delivery hands to the executor at one step. All empty is the `none` delivery."""
+    """The memory part of the executor's prompt at one step. Empty under the delivery `none`."""
 
-    memory: str = ""  # of the whole task memory (static delivery)
+    memory: str = ""  # pasted task memory
     state: str = ""  # the Brief State's rendered lines without the goal
     guidance: str = ""
     reason: str = ""
@@ -40,38 +40,40 @@ class MemoryBlock:
 
     @property
     def n_soft(self) -> int:
+        """Return N, the number of soft tokens."""
         return 0 if self.soft is None else len(self.soft)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorRequest:
+    """What an executor reads at one step."""
+
     goal: str
     delivered: MemoryBlock
     history: tuple[str, ...]
     observation: str
     admissible: tuple[str, ...] | None = None
-    expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
     image: Image | None = None  # the current view, for executors that see
-    shown: int = HISTORY  # of the actions so far
-    first: str = ""  # the first view, where it is to be shown again
+    shown: int = HISTORY  # last actions in the prompt
+    first: str = ""  # the episode's first view, if the prompt repeats it
     goal_last: bool = False  # the goal ends the prompt instead of opening it
 
 
 def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
-    """Write the system turn: the instructions and, where there are any to be listed, the possible commands."""
+    """Write the system turn: the instructions and, if `lists_commands`, the admissible commands."""
     if not (instructions and lists_commands and request.admissible):
         return instructions
     return "\n".join([instructions, "The commands:", *map(without_newlines, request.admissible)])
 
 
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
-    """Write the user turn as a text. `placeholder` stands for each of N soft tokens."""
+    """Write the user turn as text, with a `placeholder` for each soft token."""
     parts = executor_parts(request)
     return "".join(PICTURE if part.image is not None else part.text + placeholder * part.soft for part in parts)
 
 
 def executor_parts(request: ExecutorRequest) -> list[Part]:
-    """Write the user turn: texts, with the places of soft tokens and a picture between them, where there are any."""
+    """Write the user turn as texts, places of soft tokens and a picture."""
     d = request.delivered
     goal = f"goal: {without_newlines(request.goal)}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
@@ -94,5 +96,5 @@ def executor_parts(request: ExecutorRequest) -> list[Part]:
 
 
 def memory_text(texts: Sequence[str]) -> str:
-    """Paste the task memory as static delivery does: the entries' texts, as the compiler reads them too."""
+    """Join the entries' texts, as static delivery pastes them and the compiler reads them."""
     return "\n\n".join(texts)

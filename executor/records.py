@@ -1,4 +1,4 @@
-"""What comes out of an executor, whatever runs it: an action, grounded in what the environment takes."""
+"""Records and protocol of executors, and grounding: from a free answer to an admissible command."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ if TYPE_CHECKING:
 
 
 class Grounding(StrEnum):
+    """How an action was obtained."""
+
     CHOICE = "choice"  # chosen among the admissible commands by likelihood
     EXACT = "exact"
     FUZZY = "fuzzy"
-    FAILED = "failed"  # nothing close enough: sent as it is, and counted
-    FREE = "free"  # the benchmark enumerates no commands
+    FAILED = "failed"  # no command is close enough: the text is sent as it is
+    FREE = "free"  # the environment lists no commands
 
 
 class Match(NamedTuple):
+    """A grounded action."""
+
     action: str
     how: Grounding
 
 
 def ground(text: str, admissible: Sequence[str] | None) -> Match:
-    """Find the admissible command that an executor's free answer means.
+    """Find the admissible command in an executor's free answer.
 
-    Its first line, if that is a command up to case and white space; else the one that it marks out (`commanded`) or the
-    closest to that by difflib's similarity, if it is at least 0.8; else the first line or piece of code that is one.
+    In this order: the first line, up to case and white space; the command that the answer marks (`commanded`); the
+    command closest to that, with a difflib similarity of at least 0.8; the first line or piece of code that is a
+    command.
     """
     meant = commanded(text)
     if admissible is None:
@@ -53,8 +58,8 @@ def ground(text: str, admissible: Sequence[str] | None) -> Match:
 
 
 def commanded(text: str) -> str:
-    """Return the one command in a free answer: its JSON's `action` or `command`, else the first line of what a label or
-    a fence marks out (`lm.replies.marked`), of all of it where nothing does."""
+    """Return the command in a free answer: `action` or `command` of its JSON, else the first line that a label or fence
+    marks (`lm.replies.marked`), else the first line."""
     said = json_object(text) or {}
     named = [said[name] for name in ("action", "command") if isinstance(said.get(name), str)]
     if named and said.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:
@@ -63,7 +68,7 @@ def commanded(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """Strip a line of marks of lists, quotations, code and emphasis, and of its full stop."""
+    """Strip list, quotation, code and emphasis marks and the full stop from a line."""
     return re.sub(r"^(?:[>*•-]+\s+|>+|\d{1,3}[.)]\s+)+", "", line.strip()).strip("`* ").rstrip(".")
 
 
@@ -73,33 +78,34 @@ def _fold(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Action:
+    """An executor's decision."""
+
     action: str
     how: Grounding
-    text: str  # what the executor produced
-    prompt_ids: tuple[int, ...]
-    tokens_in: int
-    tokens_out: int
-    # Of tokens_in, out of a prefix cache; None where the backend does not say.
+    text: str  # raw output
+    prompt_ids: tuple[int, ...] = ()
+    tokens_in: int = 0
+    tokens_out: int = 0
+    # Of tokens_in, from a prefix cache; None if the backend does not report it.
     tokens_cached: int | None = field(default=None, compare=False)
-    # Of an action chosen among the admissible ones by likelihood: which one it is. Of one that was drawn, besides: what
-    # it was drawn from, and how likely it was. (A greedy action keeps neither pixels nor soft tokens in the record.)
+    # Of a choice by likelihood: the index among the admissible commands, and the probability of the likeliest one. Of a
+    # sampled choice: also its prompt and log-probability (a greedy one holds neither pixels nor soft tokens).
     chosen: int | None = field(default=None, compare=False)
-    sure: float | None = field(default=None, compare=False)  # how likely it holds the likeliest of them
+    sure: float | None = field(default=None, compare=False)
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
     logprob: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What an executor reads beside goal, view and actions: of what was compiled, beside guidance with its reason."""
+    """What an executor reads beside goal, view and guidance."""
 
-    state: bool = False  # the Brief State, too, which is the compiler's own otherwise
-    # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
-    soft_on: SoftOn = "guidance"
-    history: int = HISTORY  # of its last actions, at most
-    first_view: bool = False  # the episode's first one, too, at every step: it may tell which places there are
-    goal_last: bool = False  # the goal ends the prompt, behind all that is to be read for its sake
-    commands: bool = False  # the possible commands, below its instructions (`envs.spec.EnvSpec.lists_commands`)
+    state: bool = False  # the Brief State
+    soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION leave it without memory
+    history: int = HISTORY  # its last actions, at most so many
+    first_view: bool = False  # the episode's first view at every step: it may list the places
+    goal_last: bool = False  # the goal at the end of the prompt instead of its beginning
+    commands: bool = False  # the admissible commands below the instructions (`envs.spec.EnvSpec.lists_commands`)
 
 
 PAPER = Reads()
@@ -107,11 +113,10 @@ EVERYTHING = Reads(state=True, soft_on="always")
 
 
 class Executor(Protocol):
-    """A backend. `accepts_soft` is False where only text can be delivered (closed models); `sees_images` says whether
-    it is to be shown the current view, `reads` what of a compilation. `batched` as in `compiler.records.Compiler`."""
+    """Chooses actions. `batched` and `needs_expert` as in `compiler.records.Compiler`."""
 
-    accepts_soft: bool
-    sees_images: bool
+    accepts_soft: bool  # False where only text can be delivered (closed models)
+    sees_images: bool  # whether its prompt shows the current view
     reads: Reads
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]: ...

@@ -1,12 +1,12 @@
-"""A planner without a model, for ALFWorld's text world and generated homes: it reads the rendered prompt and the
-possible commands and nothing else, and keeps nothing between two steps. So what memory is worth to it can be followed
-by hand, and the tables of memory systems take minutes of a CPU.
+"""A planner without a model, for ALFWorld's text world and generated homes.
 
-    take, treat and put   what the goal asks for, as soon as a command for it is possible
-    where to look         where guidance says; where the prompt tells that this scene's things were (how often a visit
-                          found one, what was taken there before, what entries say), each in turn; then the other places
-                          in their order, each in turn after the one that it stands at
-    never                 what the prompt says failed here before; places of its last actions that the prompt tells
+It reads the rendered prompt and the admissible commands, and has no state between steps. So its use of memory can be
+verified by hand, and the tables of memory systems take minutes on a CPU.
+
+    take, treat and put   what the goal requires, as soon as a command for it is admissible
+    where to look         first where guidance says; then where the prompt says that this scene's things were (found on
+                          visits, taken before, named by entries); then the other places in order, after the current one
+    never                 actions that failed here before, and places of its last actions, according to the prompt
 """
 
 from __future__ import annotations
@@ -32,32 +32,40 @@ _TREATED = {
     "hot": ("heat", "microwave"),
     "cool": ("cool", "fridge"),
 }
-CHARACTERS = 4  # of a token: it has no tokenizer, and this is what is counted where a server counts none
+CHARACTERS = 4  # per token, to estimate token counts without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a goal asks for, in ALFWorld's words."""
+class GoalParts:
+    """The requirements of a goal, in ALFWorld's words."""
 
     scene: str
     thing: str
-    target: str = ""  # kind of place; "": to be looked at under the lamp
+    target: str = ""  # kind of place; "": examine the thing under the lamp
     treat: str = ""
     appliance: str = ""
     two: bool = False
 
     @classmethod
-    def of(cls, stated: str) -> Wanted:
+    def of(cls, stated: str) -> GoalParts:
+        """Parse a goal, with or without its scene."""
         scene, _, goal = stated.removeprefix("in ").rpartition(": ") if stated.startswith("in ") else ("", "", stated)
         thing = m[1] if (m := SOUGHT.search(goal)) else ""
         treat, appliance = next((_TREATED[w] for w in goal.split() if w in _TREATED), ("", ""))
         target = "" if LAMP in goal else m[1] if (m := _TARGET.search(goal)) else ""
-        return cls(scene, thing, target, treat, appliance, " two " in f" {goal} ")
+        return cls(
+            scene=scene,
+            thing=thing,
+            target=target,
+            treat=treat,
+            appliance=appliance,
+            two=" two " in f" {goal} ",
+        )
 
 
 @dataclass(slots=True)
 class ScriptedPlanner:
-    """An `Executor`."""
+    """An `Executor` that plans by rule."""
 
     reads: Reads = PAPER
     batched: bool = False
@@ -68,7 +76,7 @@ class ScriptedPlanner:
         return [self._act(request) for request in requests]
 
     def hash(self) -> str:
-        """Return what it is, in the place of a hash of weights."""
+        """Return a name instead of a hash of weights."""
         return "scripted"
 
     def _act(self, request: ExecutorRequest) -> Action:
@@ -76,34 +84,33 @@ class ScriptedPlanner:
         if commands is None:
             raise ValueError("the scripted planner needs an environment that lists its commands")
         action = planned(prompt, commands)
-        return Action(
-            action, Grounding.CHOICE, action, (), len(prompt) // CHARACTERS + 1, len(action) // CHARACTERS + 1
-        )
+        estimate = lambda text: len(text) // CHARACTERS + 1
+        return Action(action, Grounding.CHOICE, action, tokens_in=estimate(prompt), tokens_out=estimate(action))
 
 
 def planned(prompt: str, commands: Sequence[str]) -> str:
-    """Return the command that the planner takes."""
+    """Choose a command from the prompt."""
     before, _, view = prompt.rpartition("see: ")
-    wanted = Wanted.of(before.partition("\n")[0].removeprefix("goal: "))
+    wanted = GoalParts.of(before.partition("\n")[0].removeprefix("goal: "))
     failed = {action for line in _FAILED.findall(before) for action in line.split("; ")}
     possible = [command for command in commands if command not in failed]
     at = m[-1] if (m := _AT.findall(view)) else ""
     held = next((c.removeprefix("examine ") for c in commands if re.fullmatch(rf"examine {wanted.thing} \d+", c)), "")
-    chosen = _with(held, at, wanted, view, possible) if held else _without(at, wanted, possible)
+    chosen = _with(held, at, wanted, view=view, possible=possible) if held else _without(at, wanted, possible)
     if chosen:
         return chosen
     sought = wanted.thing if not held else LAMP if not wanted.target else ""
     places = [command.removeprefix(_GO) for command in possible if command.startswith(_GO)]
-    if not sought:  # it goes on to where the thing is treated or belongs
+    if not sought:  # go to where the thing is treated or belongs
         kind = wanted.appliance if _untreated(at, wanted, view) else wanted.target
-        places = [place for place in places if _parted(place)[0] == kind] or places
-        return f"{_GO}{min(places, key=_parted)}" if places else "look"
+        places = [place for place in places if kind_and_number(place)[0] == kind] or places
+        return f"{_GO}{min(places, key=kind_and_number)}" if places else "look"
     begins = not at or view.startswith(("You pick up", "You move", "You put"))
-    return _search(before, sought, wanted.scene, at, places, begins)
+    return _search(before, sought, scene=wanted.scene, at=at, places=places, begins=begins)
 
 
-def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]) -> str:
-    """Return what is to be done here with the thing in hand; "" for nothing."""
+def _with(held: str, at: str, wanted: GoalParts, view: str, possible: Sequence[str]) -> str:
+    """Return the command that treats, puts or lights the thing in hand here; "" without one."""
     if not wanted.target:
         return next((c for c in possible if (m := USE.fullmatch(c)) and m["thing"] == LAMP), "")
     if _untreated(at, wanted, view):
@@ -112,30 +119,30 @@ def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]
     return next(puts, "") or (f"open {at}" if at.startswith(wanted.target) and f"open {at}" in possible else "")
 
 
-def _untreated(at: str, wanted: Wanted, view: str) -> bool:
-    """Tell whether the thing in hand is still to be treated: it was just picked up, or it is not where it belongs and
-    the view does not say that it just was."""
+def _untreated(at: str, wanted: GoalParts, view: str) -> bool:
+    """Return whether the thing in hand needs treatment: it was just picked up, or it is not at its target, and the view
+    does not report the treatment."""
     if not wanted.treat or f"You {wanted.treat} the {wanted.thing}" in view:
         return False
-    return "You pick up" in view or _parted(at)[0] != wanted.target
+    return "You pick up" in view or kind_and_number(at)[0] != wanted.target
 
 
-def _without(at: str, wanted: Wanted, possible: Sequence[str]) -> str:
-    """Return what is to be done here with empty hands; "" for nothing. Of two things, one that is where it belongs is
-    left there."""
+def _without(at: str, wanted: GoalParts, possible: Sequence[str]) -> str:
+    """Return the command that takes the thing or opens the place here; "" without one. In goals with two things, one at
+    the target stays there."""
     takes = [m for c in possible if (m := TAKE.fullmatch(c)) and m["thing"] == wanted.thing]
-    takes = [m for m in takes if not (wanted.two and _parted(m["place"])[0] == wanted.target)]
+    takes = [m for m in takes if not (wanted.two and kind_and_number(m["place"])[0] == wanted.target)]
     return takes[0][0] if takes else f"open {at}" if f"open {at}" in possible else ""
 
 
-def _search(told: str, sought: str, scene: str, at: str, places: Sequence[str], begins: bool) -> str:
-    """Go to the next place: told ones in turn, then the others in turn; `begins`: the search does."""
-    recent = _recent(told)
-    been = {*_GONE.findall(recent)}.difference(_TAKEN.findall(recent)) | {at}  # where one was taken may hold another
-    facts = [place for place in dict.fromkeys(_facts(told, sought, scene)) if place in places or place == at]
+def _search(prompt: str, sought: str, scene: str, at: str, places: Sequence[str], begins: bool) -> str:
+    """Go to the next place: those that the prompt names, then the others. `begins`: the search starts anew."""
+    recent = _recent(prompt)
+    been = {*_GONE.findall(recent)}.difference(_TAKEN.findall(recent)) | {at}  # where one was taken may be another
+    facts = [place for place in dict.fromkeys(_facts(prompt, sought, scene)) if place in places or place == at]
     later = facts if begins else facts[facts.index(at) + 1 :] if at in facts else []
-    guided = m[1] if (m := re.search(rf"^guide: .*\bgo to {_PLACE}$", told, re.MULTILINE)) else ""
-    listed = sorted({*places, at} - {"", *facts} | ({at} if at and at not in facts else set()), key=_parted)
+    guided = m[1] if (m := re.search(rf"^guide: .*\bgo to {_PLACE}$", prompt, re.MULTILINE)) else ""
+    listed = sorted({*places, at} - {"", *facts} | ({at} if at and at not in facts else set()), key=kind_and_number)
     start = listed.index(at) + 1 if at in listed else 0
     rest = [*listed[start:], *listed[:start]]
     turns = [*([guided] if guided in places else []), *later, *rest, *facts]
@@ -143,27 +150,27 @@ def _search(told: str, sought: str, scene: str, at: str, places: Sequence[str], 
     return f"{_GO}{fresh[0]}" if fresh else "look"
 
 
-def _recent(told: str) -> str:
-    """Return the parts of a prompt that say what was done last: its own actions, and steps that memory shows."""
-    did = re.findall(r"^did: .*$", told, re.MULTILINE)
-    return "\n".join([*did, *re.findall(r"Action: .*$", told, re.MULTILINE)])
+def _recent(prompt: str) -> str:
+    """Return the parts of a prompt with recent actions: its own, and those of steps that memory shows."""
+    did = re.findall(r"^did: .*$", prompt, re.MULTILINE)
+    return "\n".join([*did, *re.findall(r"Action: .*$", prompt, re.MULTILINE)])
 
 
-def _facts(told: str, sought: str, scene: str) -> list[str]:
-    """List the places where the prompt says that the thing was in this scene, the surest way of telling first."""
-    room = "\n".join(re.findall(rf"^In {re.escape(scene)}: .*$", told, re.MULTILINE))
-    entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n(.*)$", told, re.MULTILINE))
-    patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", told, re.MULTILINE)) else ""
+def _facts(prompt: str, sought: str, scene: str) -> list[str]:
+    """List the places of the thing in this scene according to the prompt, the most reliable source first."""
+    room = "\n".join(re.findall(rf"^In {re.escape(scene)}: .*$", prompt, re.MULTILINE))
+    entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n(.*)$", prompt, re.MULTILINE))
+    patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", prompt, re.MULTILINE)) else ""
     return [
-        *re.findall(rf"\b{sought} \d+ is in {_PLACE}", told),
+        *re.findall(rf"\b{sought} \d+ is in {_PLACE}", prompt),
         *re.findall(rf"\b{sought} in {_PLACE} \(", room),
         *re.findall(rf"take {sought} \d+ from {_PLACE}", f"{patterns}\n{entries}"),
-        *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", told),
-        *re.findall(rf"^\[in {re.escape(scene)}, [^\]]*at {_PLACE}\] .*\b{sought} \d", told, re.MULTILINE),
+        *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", prompt),
+        *re.findall(rf"^\[in {re.escape(scene)}, [^\]]*at {_PLACE}\] .*\b{sought} \d", prompt, re.MULTILINE),
     ]
 
 
-def _parted(place: str) -> tuple[str, int]:
-    """Part a place into its kind and its number, by which places are in order."""
+def kind_and_number(place: str) -> tuple[str, int]:
+    """Split a place into kind and number, the order of places."""
     kind, _, number = place.rpartition(" ")
     return kind, int(number) if number.isdecimal() else 0

@@ -1,8 +1,8 @@
-"""Programs of skills (KARMA, Appendix D): how they are written, and the command that carries one on.
+"""Programs of skills (KARMA, Appendix D): parsing, and progress through a program.
 
-A program is planned once for a task and carried out without asking again. How far it is follows from the actions of the
-episode alone: what was taken, put, treated or switched, in the program's order. Skills that only lead somewhere
-(`GoToObject`, `Explore`) are done when the deed behind them is possible.
+A program is planned once per task. Its progress follows from the actions of the episode alone: what was taken, put,
+treated or switched, in the program's order. Leading skills (`GoToObject`, `Explore`) are done when the skill behind
+them is possible.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEADING = ("GoToObject", "Explore")
-COMMANDS = {  # what does a deed, in ALFWorld's words; the paper's others have none there
+COMMANDS = {  # ALFWorld's command for each skill; the paper's other skills have none
     "PickupObject": r"take {x} from (?P<place>{any})",
     "PutObject": r"(?:move|put) {x} (?:to|in/on|in|on) (?P<place>{y})",
     "HeatObject": r"heat {x} with {any}",
@@ -31,7 +31,7 @@ _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """One call. `thing` and `place` are names (mug 1), kinds (mug), or several kinds of which one serves (pen|mug)."""
+    """One call. `thing` and `place` are names (mug 1), kinds (mug), or alternative kinds (pen|mug)."""
 
     name: str
     thing: str
@@ -39,11 +39,12 @@ class Skill:
 
     @property
     def text(self) -> str:
+        """Write the call."""
         return f"{self.name}({', '.join(filter(None, (self.thing, self.place)))})"
 
     @property
     def command(self) -> re.Pattern[str] | None:
-        """Return what commands of this deed look like; None for one that no command does."""
+        """Return a pattern of the skill's commands; None if it has none."""
         form = COMMANDS.get(self.name)
         if form is None:
             return None
@@ -51,13 +52,13 @@ class Skill:
 
 
 def _named(thing: str) -> str:
-    """Match a thing by its name, or by its kind whatever its number."""
+    """Return a pattern of a name, or of a kind with any number."""
     kinds = (re.escape(each) if re.search(r"\d$", each) else rf"{re.escape(each)} \d+" for each in thing.split("|"))
     return f"(?:{'|'.join(kinds)})" if thing else _ANY
 
 
 def read_program(lines: Sequence[str]) -> tuple[Skill, ...]:
-    """Read calls such as `PutObject(robot, "mug", "desk 1")`; what is no skill is left out."""
+    """Parse calls such as `PutObject(robot, "mug", "desk 1")`; ignore other text."""
     found = list[Skill]()
     for name, arguments in (call for line in lines for call in _CALL.findall(line)):
         named = [argument.strip(" \"'").lower() for argument in arguments.split(",")]
@@ -68,18 +69,17 @@ def read_program(lines: Sequence[str]) -> tuple[Skill, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a program is: the skill that leads on (None for none), the deed that is next (None: all are done), the
-    actions since the last deed, and the places where things were put."""
+class ProgramProgress:
+    """ProgramProgress through a program."""
 
-    leading: Skill | None
-    deed: Skill | None
-    since: tuple[str, ...]
-    put: frozenset[str]
+    leading: Skill | None  # the leading skill before the next deed
+    deed: Skill | None  # the next skill that changes something; None at the end of the program
+    since: tuple[str, ...]  # actions since the last deed
+    put: frozenset[str]  # places where things were put
 
 
-def progress(program: Sequence[Skill], history: Sequence[str], held: str) -> Progress:
-    """Follow a program through the actions of the episode; `held` is what is in hand now."""
+def program_progress(program: Sequence[Skill], history: Sequence[str], held: str) -> ProgramProgress:
+    """Follow a program through the actions of the episode; `held` is the thing in hand."""
     at, put, leading = 0, set[str](), None
     for skill in program:
         if skill.name in LEADING:
@@ -89,11 +89,11 @@ def progress(program: Sequence[Skill], history: Sequence[str], held: str) -> Pro
         done = next((n for n, action in enumerate(history[at:], at) if form and form.fullmatch(action)), None)
         in_hand = skill.name == "PickupObject" and re.fullmatch(_named(skill.thing), held)
         if done is None and not in_hand:
-            return Progress(leading, skill, tuple(history[at:]), frozenset(put))
+            return ProgramProgress(leading, skill, tuple(history[at:]), frozenset(put))
         if done is not None:
             found = form.fullmatch(history[done]) if form else None
             if found and skill.name == "PutObject":
                 put.add(found["place"])
             at = done + 1
         leading = None
-    return Progress(None, None, tuple(history[at:]), frozenset(put))
+    return ProgramProgress(None, None, tuple(history[at:]), frozenset(put))

@@ -1,9 +1,9 @@
-"""The frozen executor served by vLLM: text and soft tokens in one prompt, actions as `executor.hf` decides on them.
+"""The frozen executor in vLLM: text and soft tokens in one prompt, with the same actions as `executor.hf`.
 
-A prompt with soft tokens is token ids with embeddings in the places of the placeholders; the prefix cache goes by both.
-Ids, such embeddings and a picture together are misread by vLLM without an error. Beside a picture, soft tokens enter
-another way: as what vLLM makes of the parts of a chat message (text, `prompt_embeds`, image) before it reads them, so
-that this prompt, too, goes in as ids. What vLLM says it has read is compared with ours at every request.
+A prompt with soft tokens is token ids, with embeddings at the placeholders; the prefix cache is keyed by both. vLLM
+silently misreads ids with such embeddings beside a picture. Beside a picture, soft tokens therefore enter in the form
+that vLLM converts a chat message's parts (text, `prompt_embeds`, image) to, still with the prompt as ids. Every request
+compares the ids that vLLM has read with ours.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lm.vllm import SETTINGS, check_read, request_of, run
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-SOFT_PARTS = "_prompt_embeds"  # where vLLM 0.31 keeps a chat message's `prompt_embeds` until the pictures are read
+SOFT_PARTS = "_prompt_embeds"  # key of a chat message's `prompt_embeds` in vLLM 0.31
 
 
-class _Asked(NamedTuple):
-    """A request as vLLM takes it, and the ids that the model must read."""
+class _VllmRequest(NamedTuple):
+    """A request for vLLM, and the ids that the model must read."""
 
     ids: tuple[int, ...]
     request: dict[str, Any]
 
 
 class VllmExecutor(TokenExecutor):
-    """A backend of `executor.base.TokenExecutor`, which says what `mode` is. To choose, every command is scored behind
-    the prompt, which the prefix cache holds: one short request for each.
+    """A `TokenExecutor`, which documents `mode`. Mode `choice` scores each command by one short request behind the
+    prompt, which the prefix cache holds.
 
     Args:
         llm: an engine with the settings of `engine_settings`.
@@ -60,7 +60,14 @@ class VllmExecutor(TokenExecutor):
         temperature: float = 0.0,
         reads: Reads = PAPER,
     ) -> None:
-        super().__init__(encoder, instructions, max_new_tokens, images, temperature, reads)
+        super().__init__(
+            encoder,
+            instructions=instructions,
+            max_new_tokens=max_new_tokens,
+            images=images,
+            temperature=temperature,
+            reads=reads,
+        )
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode = llm, weights, mode
@@ -68,11 +75,11 @@ class VllmExecutor(TokenExecutor):
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
-        """(V, d), read from the model's files. Raises: ValueError, none of them holds it."""
+        """Read the table (V, d) from the model's files. Raises: ValueError, if no file holds it."""
         return input_embeddings(self.weights)
 
     def hash(self) -> str:
-        """Hash the model's files (SHA-256): the engine's own copy is one that nothing here can write."""
+        """Return the SHA-256 of the model's files, since nothing here can write the engine's weights."""
         digest = hashlib.sha256()
         for path in sorted(self.weights.glob("*.safetensors")):
             digest.update(path.name.encode())
@@ -108,7 +115,7 @@ class VllmExecutor(TokenExecutor):
         rows = [prompt for prompt, names in zip(prompts, candidates, strict=True) for _ in names]
         requests = [self._request(prompt, ids) for prompt, ids in zip(rows, actions, strict=True)]
         scores = self._scores(requests, actions, past_cache=False)
-        # The cache may hold part of a command that was scored before, and nothing is computed for that part.
+        # Nothing is computed for the part of a repeated command that the cache holds: score it again, past the cache.
         short = [i for i, score in enumerate(scores) if score is None]
         again = self._scores([requests[i] for i in short], [actions[i] for i in short], past_cache=True)
         for i, score in zip(short, again, strict=True):
@@ -117,9 +124,9 @@ class VllmExecutor(TokenExecutor):
         return list(flat.split([len(names) for names in candidates]))
 
     def _scores(
-        self, requests: Sequence[_Asked], actions: Sequence[Sequence[int]], past_cache: bool
+        self, requests: Sequence[_VllmRequest], actions: Sequence[Sequence[int]], past_cache: bool
     ) -> list[float | None]:
-        """Score the last tokens of each request, `actions`; None where the prefix cache held some."""
+        """Score each request's last tokens, `actions`; None where the prefix cache held some of them."""
         from vllm import SamplingParams
 
         if not requests:
@@ -130,36 +137,36 @@ class VllmExecutor(TokenExecutor):
         outputs = self._run(requests, [params] * len(requests))
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
-    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _Asked:
-        """Write prompt and `then` for vLLM."""
+    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _VllmRequest:
+        """Write prompt and continuation for vLLM."""
         ids, config = (*prompt.ids, *then), self.llm.model_config
         if prompt.soft is None:
-            return _Asked(ids, request_of(self.encoder, prompt, then))
+            return _VllmRequest(ids, request_of(self.encoder, prompt, then))
         if prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = prompt.soft.to("cpu", config.dtype)
-        if prompt.images:  # they and the soft tokens hold one place each: vLLM makes room for them itself
+        if prompt.images:  # vLLM expands the one place of each picture and of the soft tokens
             folded = [*self.encoder.folded(prompt.ids, soft=True), *then]
             pictures = {"multi_modal_data": {"image": list(prompt.images)}}
-            return _Asked(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
+            return _VllmRequest(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
         is_soft = torch.tensor(ids) == self.placeholder
         is_soft[len(prompt.ids) :] = False
         embeddings = torch.zeros(len(ids), soft.shape[1], dtype=config.dtype)
         embeddings[is_soft] = soft
         mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
-        return _Asked(ids, {"prompt_token_ids": list(ids), **mixed})
+        return _VllmRequest(ids, {"prompt_token_ids": list(ids), **mixed})
 
-    def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:
-        sent = [dict(asked.request) for asked in requests]  # copies: vLLM takes out and expands what it has read
+    def _run(self, requests: Sequence[_VllmRequest], params: Sequence[Any]) -> list[RequestOutput]:
+        sent = [dict(r.request) for r in requests]  # copies, since vLLM changes them
         outputs = [output for output in run(self.llm, sent, params) if output is not None]
         if any(SOFT_PARTS in request for request in sent):
-            raise RuntimeError("this version of vLLM takes soft tokens beside pictures in another way: use 0.31")
-        check_read(outputs, [asked.ids for asked in requests])
+            raise RuntimeError("this version of vLLM does not take soft tokens beside pictures: use 0.31")
+        check_read(outputs, [r.ids for r in requests])
         return outputs
 
 
 def engine_settings() -> dict[str, Any]:
-    """Say what this backend asks of `vllm.LLM`, beyond model and dtype."""
+    """Return this backend's settings of `vllm.LLM` beyond model and dtype."""
     return {**SETTINGS, "enable_prompt_embeds": True}
 
 

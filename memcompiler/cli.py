@@ -159,7 +159,7 @@ def train_need(
     seed: int = 0,
 ) -> None:
     """Fit the compile gate of the delivery `compiled_needed`: takes seconds and loads no model."""
-    from training.need import train_need
+    from training.gate import train_need
 
     train_need(run, recall, seed)
 

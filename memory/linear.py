@@ -1,4 +1,4 @@
-"""Linear heads over hashed features: fitted once by logistic regression, kept as safetensors beside a manifest."""
+"""Linear heads over sparse features: fitted by logistic regression, stored as safetensors beside a JSON manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """p = sigma(w . x + b)."""
+    """A binary classifier: p = sigma(w . x + b)."""
 
     weights: NDArray[np.float64]
     bias: float
@@ -29,8 +29,7 @@ class Head:
 
 
 def fit_head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
-    """Fit one head, positives weighted as much as negatives, on the columns that are touched; the other weights stay
-    0."""
+    """Fit a head with balanced classes and inverse regularisation strength c. Columns without values get weight 0."""
     from sklearn.linear_model import LogisticRegression
 
     touched = np.flatnonzero(np.asarray(abs(x).sum(axis=0)).ravel())
@@ -41,25 +40,24 @@ def fit_head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
 
 
 def heads_sha256(heads: Mapping[str, Head], more: str = "") -> str:
-    """Hash heads in their order, and what else makes them what they are."""
-    told = b"".join(np.asarray([*head.weights, head.bias], dtype="<f8").tobytes() for head in heads.values())
-    return hashlib.sha256(told + more.encode()).hexdigest()
+    """Return the SHA-256 of heads, in their order, and of a text that belongs to them."""
+    data = b"".join(np.asarray([*head.weights, head.bias], dtype="<f8").tobytes() for head in heads.values())
+    return hashlib.sha256(data + more.encode()).hexdigest()
 
 
-def save_heads(path: Path, heads: Mapping[str, Head], manifest: Mapping[str, Any], hashed: str = "") -> None:
-    """Write heads as safetensors, and the manifest with their hash beside them as JSON. `hashed`: the text of the
-    manifest that is hashed, too."""
+def save_heads(path: Path, heads: Mapping[str, Head], manifest: Mapping[str, Any], hashed: str) -> None:
+    """Write heads as safetensors, and beside them the manifest as JSON, with a hash of the heads and of its field
+    `hashed`."""
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {**manifest, "sha256": heads_sha256(heads, manifest.get(hashed, ""))}  # not that of what it was read from
-    write_atomically(path.with_suffix(".json"), to_json(told, indent=1) + "\n")
+    manifest = {**manifest, "sha256": heads_sha256(heads, manifest.get(hashed, ""))}  # replaces that of loaded heads
+    write_atomically(path.with_suffix(".json"), to_json(manifest, indent=1) + "\n")
     save_file({name: np.asarray([*head.weights, head.bias]) for name, head in heads.items()}, path)
 
 
-def load_heads(path: Path, names: Sequence[str], hashed: str = "") -> tuple[dict[str, Head], dict[str, Any]]:
-    """Read the heads of these names, and their manifest. Raises: ValueError, where there are none, or weights and
-    manifest are not of one training."""
+def load_heads(path: Path, names: Sequence[str], hashed: str) -> tuple[dict[str, Head], dict[str, Any]]:
+    """Read heads and their manifest. Raises: ValueError, if they are missing, unreadable or of two trainings."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -69,5 +67,5 @@ def load_heads(path: Path, names: Sequence[str], hashed: str = "") -> tuple[dict
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise ValueError(f"{path} holds no {', '.join(names)} that can be read: {error}") from error
     if heads_sha256(heads, str(manifest.get(hashed, ""))) != manifest.get("sha256"):
-        raise ValueError(f"{path} is not what {path.with_suffix('.json').name} tells of: train it again")
+        raise ValueError(f"{path} does not match the hash in {path.with_suffix('.json').name}: train it again")
     return heads, manifest

@@ -67,9 +67,9 @@ class ShapedCompiler(MemoryCompiler):
     def encode(self, request: CompileRequest) -> Prompt:
         return self.prompt
 
-    def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def logprobs(self, logits: Tensor) -> Tensor:
         """Compute log-probabilities on shapes; return real zeros to a decoder, which samples from them."""
-        shaped = super().logprobs(logits, tokens)
+        shaped = super().logprobs(logits)
         return shaped if torch.is_grad_enabled() else torch.zeros(shaped.shape)
 
 

@@ -1,8 +1,7 @@
-"""Losses on the soft tokens (paper Eq. 6 and 9) and their targets, pure functions on tensors. Each loss is one value
-per row: (B,).
+"""Losses on the soft tokens (paper Eq. 6 and 9) and their targets: pure functions with one value per row, (B,).
 
-Rows are averaged by the trainer with weights that are computed globally, so that no loss depends on how a batch is
-split over micro-batches and ranks.
+The trainer averages rows with global weights, so that no loss depends on how a batch is split over micro-batches and
+ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from soft_mem.projector import Gaussian
 
 
 def memory_targets(memory_Td: Tensor, n_tokens: int, emb_std: float) -> Tensor:
-    """Make targets of L_latent (N, d), normalised: the memory's executor embeddings (of its pictures or of its text) in
-    N chunks, sum / sqrt(count).
+    """Compute targets of L_latent (N, d) in normalised units: the memory's executor embeddings (T, d), of its pictures
+    or text, in N chunks, sum / sqrt(count).
 
-    A chunk's sum over sqrt(count) keeps the variance of a single embedding, so targets have about unit scale whatever
-    the memory's length. Fewer embeddings than chunks leave the last chunks zero.
+    This keeps the variance of a single embedding, so targets have about unit scale for any length of memory. With fewer
+    embeddings than chunks, the last chunks are zero.
     """
     embeddings = memory_Td.float() / emb_std
     chunks = torch.tensor_split(embeddings, n_tokens)
@@ -30,22 +29,22 @@ def memory_targets(memory_Td: Tensor, n_tokens: int, emb_std: float) -> Tensor:
 
 
 def gauss_nll(gaussian: Gaussian, target_BNd: Tensor) -> Tensor:
-    """L_latent, default: -1/(N d) sum log N(target; mu, sigma^2), in normalised units."""
+    """Compute L_latent, default: -1/(N d) sum log N(target; mu, sigma^2), in normalised units."""
     return -gaussian.log_prob(target_BNd).mean(-1)
 
 
 def soft_mse(z_BNd: Tensor, target_BNd: Tensor) -> Tensor:
-    """L_latent, alternative: mean squared distance of the drawn soft tokens from the targets."""
+    """Compute L_latent, alternative: mean squared distance of the sampled soft tokens from the targets."""
     return ((z_BNd.float() - target_BNd) ** 2).mean((-1, -2))
 
 
 def negative_entropy(gaussian: Gaussian) -> Tensor:
-    """L_entropy = -mean(0.5 log(2 pi e) + log sigma): minimising it keeps sigma from collapsing."""
+    """Compute L_entropy = -mean(0.5 log(2 pi e) + log sigma), which keeps sigma from collapsing."""
     return -(0.5 * math.log(2 * math.pi * math.e) + gaussian.log_sigma.float()).mean((-1, -2))
 
 
 def orthogonality(h_soft_BNd: Tensor, h_text_BTd: Tensor, text_mask_BT: Tensor) -> Tensor:
-    """L_orth = |cos(mean h_soft, stopgrad(mean h_text))|, the complementarity constraint of Eq. 6."""
+    """Compute L_orth = |cos(mean h_soft, stopgrad(mean h_text))|, the complementarity constraint of Eq. 6."""
     mask = text_mask_BT.unsqueeze(-1).to(h_text_BTd.dtype)
     mean_text = (h_text_BTd * mask).sum(1) / mask.sum(1).clamp(min=1)
     return cosine_similarity(h_soft_BNd.float().mean(1), mean_text.float().detach(), dim=-1).abs()

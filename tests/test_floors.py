@@ -1,7 +1,6 @@
 """One way down: a folder imports only folders below it, and no files import each other in a circle.
 
-The order of the floors stands in docs/design/architecture.md, and nowhere else. Every import counts, late ones and those for
-type checkers too: what a file names, a reader has to know.
+docs/design/architecture.md has the order of the layers. Late imports and imports for type checkers count too.
 """
 
 from __future__ import annotations

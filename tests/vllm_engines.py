@@ -161,7 +161,7 @@ def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol:
     """What vLLM says of its samples is what one forward pass of the trained model says."""
     with torch.no_grad():
         scored = compiler.score([compiler.encode(c.request) for c in made], [c.emission_ids for c in made])
-        logprobs = compiler.logprobs(scored.logits, scored.targets)
+        logprobs = compiler.logprobs(scored.logits)
         z = torch.stack([c.z for c in made])
         latent = scored.gaussian.log_prob(z, compiler.decoding.soft_temperature or 1.0)
     for i, c in enumerate(made):

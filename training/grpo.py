@@ -39,8 +39,8 @@ from agent.episode import EpisodeSpec, Limits
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler, report_reading
+from compiler.gate import Need, keep_need, need_for
 from compiler.hf import MemoryCompiler
-from compiler.need import Need, keep_need, need_for
 from compiler.records import Decoding
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
@@ -203,7 +203,7 @@ def rollout_engine(
         served = ray_compiler(engines, distributed.rank())
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
-    limits = Limits(config.max_steps, config.seed, config.pipelined)
+    limits = Limits(config.max_steps, config.seed)
     return RolloutEngine(
         make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, need=need
     )
@@ -224,8 +224,6 @@ def sampling(config: GrpoConfig) -> Decoding:
         max_new_tokens=compiler.max_new_tokens,
         batch_size=compiler.batch_size,
         latent_temperature=settings.latent_temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
     )
 
 

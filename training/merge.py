@@ -12,7 +12,7 @@ from pathlib import Path
 
 from compiler import checkpoint
 from compiler.build import load_compiler
-from compiler.need import keep_need
+from compiler.gate import keep_need
 from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG

@@ -20,8 +20,8 @@ from agent.deliveries import COMPILED, find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord
 from compiler.checkpoint import save_weights
+from compiler.gate import Need
 from compiler.hf import MemoryCompiler
-from compiler.need import Need
 from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
 from executor.records import Executor

@@ -41,7 +41,7 @@ from executor.hf import FrozenExecutor
 from training import distributed
 from training.backend import BACKENDS
 from training.evaluation import HeldOutTasks, eval_decoding
-from training.need import leave_need
+from training.gate import leave_need
 from training.rollout import RolloutEngine
 from training.sft_data import (
     EncodedRows,

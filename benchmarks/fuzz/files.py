@@ -24,7 +24,7 @@ from agent import deliveries, episode, expert
 from agent.records import episode_from_json
 from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts
 from benchmarks.fuzz.target import Target, expect
-from compiler import checkpoint, need
+from compiler import checkpoint, gate
 from configs import run_folder
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
@@ -120,7 +120,7 @@ def sample() -> Path:
     torch.manual_seed(0)
     projector = Projector(ProjectorConfig(4, 4, 2))
     checkpoint.save_projector(root / STEP, projector.config, projector.state_dict())
-    need.Need(Head(np.zeros(16), 0.5), 0.5, {"rows": 3}).save(root / "sft")
+    gate.Need(Head(np.zeros(16), 0.5), 0.5, {"rows": 3}).save(root / "sft")
     for name in SYSTEMS:
         opened(name, root / name).commit(traces_of(played))
     question = Question("q", "where?", "there")
@@ -180,7 +180,7 @@ OF_STEP = (checkpoint.executor_reading, checkpoint.environment, checkpoint.load_
 READERS: Mapping[str, Sequence[Read]] = {
     "sft": [
         *((lambda run, path, read=read: read(run.parent / STEP)) for read in (*OF_STEP, model_card)),
-        lambda run, path: need.need_of(str(run.parent / STEP)),
+        lambda run, path: gate.need_of(str(run.parent / STEP)),
         lambda run, path: plots.read_metrics(run / run_folder.METRICS),
     ],
     "collect": [

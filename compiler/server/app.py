@@ -1,12 +1,12 @@
-"""The compiler service's HTTP side, and the process that binds, loads, answers, and leaves when it is told to.
+"""The HTTP application of the compiler service, and its process.
 
     POST /compile   a state in (`compiler.client.CompileBody`), emission and soft tokens out (`CompileReply`)
-    GET /health     the process lives
-    GET /ready      503 until the compiler stands, and from when it has died or the service is leaving
-    GET /metrics    for Prometheus, in its text format
+    GET /health     200 while the process runs
+    GET /ready      200 once the compiler is loaded; 503 before, after it has died, and during shutdown
+    GET /metrics    metrics in Prometheus' text format
 
-What a client may meet: 401 a wrong key, 408 a body that does not arrive, 413 one that is too large, 422 one that cannot
-be compiled as it is, 429 a full queue (Retry-After), 503 not ready, 504 out of time, 500 a failure of the compiler.
+Errors: 401 wrong key, 408 the body does not arrive, 413 the body is too large, 422 the body is invalid or cannot be
+compiled, 429 the queue is full (Retry-After), 503 not ready, 504 time-out, 500 the compiler failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
-from compiler.client import CompileBody, CompileReply, Seconds
+from compiler.client import CompileBody, CompileReply, Timings
 from compiler.records import Compilation
 from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
@@ -39,12 +39,12 @@ from configs.models import COMPILER_KEY, ServeConfig
 from envs.registry import find
 from runtime.http import bound_socket, http_url
 
-GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
+GRACE_S = 10.0  # seconds beyond a request's time-out that a shutdown waits for running requests
 
 
 def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
-    """Make the ASGI application. With a key, /compile wants it as a bearer token."""
-    app = FastAPI(title="MemCompiler", docs_url=None, redoc_url=None)  # both pages would load scripts from elsewhere
+    """Create the ASGI application. With a key, /compile requires it as a bearer token."""
+    app = FastAPI(title="MemCompiler", docs_url=None, redoc_url=None)  # both pages load scripts from other hosts
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
@@ -60,9 +60,15 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
             compiler = service.check_ready()
             sent = await call.body()
             job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
-            made = await call.result(job)
-            times = Seconds(queue=job.queue_s, compile=job.compile_s)
-            reply = CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
+            compilation = await call.result(job)
+            times = Timings(queue=job.queue_s, compile=job.compile_s)
+            reply = CompileReply.of(
+                compilation,
+                tensors=sent.tensors,
+                emb_std=compiler.projector.config.emb_std,
+                seed=job.seed,
+                seconds=times,
+            )
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.get("/health")
@@ -82,18 +88,18 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
 
 
 class _Call:
-    """One request, from its first byte on; every reason not to answer it is a Refusal."""
+    """One request to /compile. Errors are raised as Refusal."""
 
     def __init__(self, service: CompilerService, request: Request, key: str | None) -> None:
         self.service, self.request, self.timeout = service, request, service.config.timeout_s
         self.deadline = asyncio.get_running_loop().time() + self.timeout
         if key is not None and not _same(request.headers.get("authorization", ""), f"Bearer {key}"):
-            raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
+            raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} to the service's key")
 
     async def body(self) -> CompileBody:
-        """Read and check the body. Refused where it is too large (by its header, or in fact) or does not arrive."""
+        """Read and validate the body. Raises: Refusal, if it is too large, invalid or late."""
         most = int(self.service.config.max_body_mib * 2**20)
-        too_large = Refusal(413, f"a request may have {most:,} bytes: send fewer or smaller pictures")
+        too_large = Refusal(413, f"a request may have at most {most:,} bytes: send fewer or smaller pictures")
         length, received = self.request.headers.get("content-length", ""), bytearray()
         if length.isdecimal() and float(length) > most:
             raise too_large
@@ -112,7 +118,7 @@ class _Call:
             raise Refusal(422, _problems(error)) from None
 
     async def result(self, job: CompileJob) -> Compilation:
-        """Wait for a job's result. It is given up where the client goes, or its time is over."""
+        """Wait for a job's result. Cancel the job if the client disconnects, or after the time-out."""
         answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(self._gone())
         left = self.deadline - asyncio.get_running_loop().time()
         try:
@@ -122,10 +128,12 @@ class _Call:
             gone.cancel()
         if answer in done:
             return answer.result()
-        raise _gone() if gone in done else Refusal(504, f"no answer within {self.timeout:g} s: ask less at a time")
+        if gone in done:
+            raise _gone()
+        raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time")
 
     async def _gone(self) -> None:
-        """Return when the client has closed its connection. The whole body has been read."""
+        """Return when the client disconnects, after the body has been read."""
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
@@ -136,11 +144,11 @@ def _same(header: str, expected: str) -> bool:
 
 
 def _gone() -> Refusal:
-    return Refusal(499, "the client has gone")  # for the metrics: nobody reads it
+    return Refusal(499, "the client has gone")  # counted by the metrics, never sent
 
 
 def _problems(error: ValidationError) -> str:
-    """Say what is wrong where, without repeating what was sent."""
+    """List the invalid fields without quoting their values."""
     found = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in found[:10])
 
@@ -149,22 +157,22 @@ def _problems(error: ValidationError) -> str:
 
 
 def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = None) -> None:
-    """Load a trained compiler and answer until SIGTERM or SIGINT, which let what runs finish; a second one does not.
+    """Load a trained compiler and serve it until SIGTERM or SIGINT. A second signal cancels running requests.
 
     Raises:
-        ConfigError: no checkpoint.
+        ConfigError: no checkpoint is set.
         ValueError: the port is taken.
-        Exception: what went wrong when the compiler was loaded.
+        Exception: loading the compiler failed.
     """
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     found = checkpoint.find(Path(config.compiler.checkpoint))
     environment = config.env or checkpoint.environment(found)
-    told = find(environment).compiling if environment else ""
+    instructions = find(environment).compiling if environment else ""
     about = {"executor_reads": checkpoint.executor_reading(found), "environment": environment}
     weights = checkpoint.sha256(found)
-    service = CompilerService(lambda: _load(config, told), config, weights, about)
+    service = CompilerService(lambda: _load(config, instructions), config, weights, about)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)
@@ -175,14 +183,14 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         raise service.failure
 
 
-def _load(config: ServeConfig, told: str) -> TokenCompiler:
+def _load(config: ServeConfig, instructions: str) -> TokenCompiler:
     if config.compiler.engine == "vllm":
-        return load_served_compiler(config.compiler, config.seed, told)
-    return load_compiler(config.compiler, None, config.seed, told)  # with a checkpoint it asks for no executor
+        return load_served_compiler(config.compiler, config.seed, instructions)
+    return load_compiler(config.compiler, None, config.seed, instructions)  # a checkpoint needs no executor
 
 
 def leave_gently(server: Any, service: CompilerService) -> None:
-    """Have the first signal refuse what is new, wait for what runs and leave; the second leaves."""
+    """On the first signal, refuse new requests, wait for running ones and exit; on the second, exit at once."""
 
     def wait_and_leave() -> None:
         deadline = time.monotonic() + service.config.timeout_s + GRACE_S
@@ -201,7 +209,7 @@ def leave_gently(server: Any, service: CompilerService) -> None:
 
 
 def _announce(server: Any, service: CompilerService, url: str) -> None:
-    """Say where the service is once it is ready; end the server if it never will be."""
+    """Print the service's URL when it is ready; stop the server if loading fails."""
     print(f"starting at {url}", flush=True)
     while service.trouble is not None and service.failure is None and not service.leaving:
         time.sleep(0.05)

@@ -1,8 +1,7 @@
-"""The compiler behind a bounded queue: one thread loads it and compiles what waits in batches.
+"""The compiler behind a bounded queue: one thread loads it and compiles the waiting requests in batches.
 
-A request that is given up frees the compiler: it leaves the queue, or the compiler, which asks before every token
-whether somebody still waits, stops at it. The log holds no request contents: of an exception, type and place are
-written down, never its message.
+A cancelled request frees the compiler: it leaves the queue, or the compiler, which checks before every token, stops
+writing it. The log never holds request contents: of an exception, it names type and place without the message.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
 
 
 class Refusal(Exception):
-    """A request that gets no answer of its own: the status, and what the client is told."""
+    """An error reply: status and message for the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -43,11 +42,11 @@ class Refusal(Exception):
 
 @dataclass(slots=True, eq=False)
 class CompileJob:
-    """A request with the result that somebody waits for, unless it is cancelled."""
+    """A queued request, and the future of its result."""
 
     request: CompileRequest
     decoding: Decoding
-    seed: int | None  # of its draws; None where nothing is drawn at random
+    seed: int | None  # None if nothing is sampled at random
     result: Future[Any] = field(default_factory=Future)
     since: float = field(default_factory=time.perf_counter)
     queue_s: float = 0.0  # seconds until its batch began
@@ -55,35 +54,35 @@ class CompileJob:
 
     @property
     def group(self) -> tuple[float, float, bool]:
-        """What jobs must have in common to be compiled in one batch."""
+        """Return the sampling settings that the jobs of a batch share."""
         return self.decoding.temperature, self.decoding.soft_temperature, self.seed is not None
 
 
 class ServiceMetrics:
-    """The metrics of one service, for Prometheus, in a registry of their own."""
+    """The Prometheus metrics of one service, in their own registry."""
 
     def __init__(self, ready: Callable[[], float], waiting: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         here: Any = {"namespace": "memcompiler", "registry": self.registry}
         counter, seconds = partial(Counter, **here), partial(Histogram, buckets=_BUCKETS, **here)
-        self.requests = counter("requests", "Answered requests to /compile by status.", ("code",))
-        self.seconds = seconds("request_seconds", "From first byte to answer.")
-        self.queued = seconds("queue_seconds", "Wait for the compiler.")
-        self.compiled = seconds("compile_seconds", "Of one batch.")
+        self.requests = counter("requests", "Replies to /compile by status.", ("code",))
+        self.seconds = seconds("request_seconds", "From first byte to reply.")
+        self.queued = seconds("queue_seconds", "Time in the queue.")
+        self.compiled = seconds("compile_seconds", "Time of one batch.")
         self.batches = counter("batches", "Compiled batches.")
         self.compilations = counter("compilations", "Compiled requests.")
-        self.failures = counter("failures", "Requests that could not be compiled.")
-        self.tokens_in = counter("tokens_in", "Tokens of prompts.")
-        self.tokens_out = counter("tokens_out", "Tokens of emissions and memory tokens.")
-        self.parse_errors = counter("parse_errors", "Emissions that cannot be read.")
+        self.failures = counter("failures", "Requests that failed to compile.")
+        self.tokens_in = counter("tokens_in", "Prompt tokens.")
+        self.tokens_out = counter("tokens_out", "Emission tokens and memory tokens.")
+        self.parse_errors = counter("parse_errors", "Emissions that do not parse.")
         Gauge("ready", "1 where /ready answers 200.", **here).set_function(ready)
         Gauge("waiting", "Requests in the queue.", **here).set_function(waiting)
 
-    def count_batch(self, jobs: Sequence[CompileJob], made: Sequence[Compilation]) -> None:
-        """Count one batch that was compiled."""
+    def count_batch(self, jobs: Sequence[CompileJob], compilations: Sequence[Compilation]) -> None:
+        """Record one compiled batch."""
         self.batches.inc()
         self.compiled.observe(jobs[0].compile_s)
-        for job, compilation in zip(jobs, made, strict=True):
+        for job, compilation in zip(jobs, compilations, strict=True):
             self.queued.observe(job.queue_s)
             self.compilations.inc()
             self.tokens_in.inc(compilation.tokens_in)
@@ -92,13 +91,13 @@ class ServiceMetrics:
 
 
 class CompilerService:
-    """Queue and thread. `load` makes the compiler, in that thread; all else is thread-safe.
+    """Queue and worker thread of a compiler. Thread-safe.
 
     Args:
-        weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
-        about: what else /ready tells: what the executor read in training, and the environment that the compiler is
-            told about.
-        gather_s: seconds that a batch waits for company.
+        load: loads the compiler, in the worker thread.
+        weights: SHA-256 of adapter and projector, which /ready reports.
+        about: further fields of /ready: what the executor read in training, and the environment.
+        gather_s: seconds to wait for more requests before a batch begins.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class CompilerService:
     ) -> None:
         self.config, self.weights, self.gather_s = config, weights, gather_s
         self.about = dict(about or {})
-        self.failure: Exception | None = None  # why there is no compiler
+        self.failure: Exception | None = None  # why loading failed
         self.leaving = False
-        self.active = 0  # requests that are being answered
+        self.active = 0  # requests without a reply yet
         self.compiler: TokenCompiler | None = None
         self.queue: list[CompileJob] = []  # first come, first served
         self.metrics = ServiceMetrics(lambda: self.trouble is None, lambda: len(self.queue))
@@ -123,11 +122,12 @@ class CompilerService:
         self._thread = threading.Thread(target=self._work, name="compiler", daemon=True)
 
     def start(self) -> None:
+        """Start the worker thread, which loads the compiler."""
         self._thread.start()
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be compiled now; None when the service is ready."""
+        """Return why nothing can be compiled now; None if the service is ready."""
         return _LEAVING if self.leaving else self._broken
 
     @property
@@ -136,12 +136,12 @@ class CompilerService:
             return f"the compiler did not start: {self.failure}"
         if self.compiler is None:
             return _STARTING
-        dead = None if self._thread.is_alive() else "the compiler's thread died: start the service anew"
+        dead = None if self._thread.is_alive() else "the compiler's thread died: restart the service"
         return self.compiler.broken or dead
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Count a request, whatever the answer, and have a service that leaves wait for it."""
+        """Count a request and its status; a service that shuts down waits for it."""
         self.active += 1
         started, status = time.perf_counter(), 200
         try:
@@ -177,7 +177,7 @@ class CompilerService:
         return job
 
     def give_up(self, job: CompileJob) -> None:
-        """Cancel a job that has no result yet: it leaves the queue, or the compiler where it works for nobody else."""
+        """Cancel a job, and remove it from the queue."""
         job.result.cancel()
         with self._changed:
             if job in self.queue:
@@ -197,7 +197,7 @@ class CompilerService:
                 self._compile(self.compiler, list(group))
 
     def _take(self) -> list[CompileJob]:
-        """Wait for jobs and a little for company, and take a batch of them."""
+        """Wait for jobs, then `gather_s` for more, and take a batch."""
         most = self.config.batch
         with self._changed:
             self._changed.wait_for(lambda: self.queue)
@@ -206,14 +206,14 @@ class CompilerService:
             return jobs
 
     def _compile(self, compiler: TokenCompiler, jobs: Sequence[CompileJob]) -> None:
-        """Give every job its result. Where a batch fails, each of its jobs is tried alone: which one's fault is it?"""
+        """Compile jobs and set their results. If a batch fails, compile each job alone, to find the one at fault."""
         jobs = [job for job in jobs if not job.result.cancelled()]
         if not jobs:
             return
         started, seeds = time.perf_counter(), [job.seed for job in jobs if job.seed is not None]
         default, compiler.decoding = compiler.decoding, jobs[0].decoding
         try:
-            made = compiler.compile(
+            compilations = compiler.compile(
                 [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
             )
         except Exception as error:
@@ -230,8 +230,8 @@ class CompilerService:
             compiler.decoding = default
         for job in jobs:
             job.queue_s, job.compile_s = started - job.since, time.perf_counter() - started
-        self.metrics.count_batch(jobs, made)
-        for job, compilation in zip(jobs, made, strict=True):
+        self.metrics.count_batch(jobs, compilations)
+        for job, compilation in zip(jobs, compilations, strict=True):
             _settle(job, compilation)
 
     def _refusal(self, error: Exception) -> Refusal:
@@ -241,7 +241,7 @@ class CompilerService:
 
 
 def _settle(job: CompileJob, result: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # it was given up meanwhile
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
         if isinstance(result, Refusal):
             job.result.set_exception(result)
         else:
@@ -249,6 +249,6 @@ def _settle(job: CompileJob, result: Any) -> None:
 
 
 def _described(error: BaseException) -> str:
-    """Name type and place of an exception. Its message may quote what a client has sent."""
+    """Name type and place of an exception without its message, which may quote a request."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__} at " + " < ".join(f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames))

@@ -95,7 +95,7 @@ class Replay:
         """The trained compiler. Raises: ConfigError, if the settings name no checkpoint."""
         if self.config.compiler.checkpoint is None:
             raise ConfigError("the compiler must recompute the soft tokens: set compiler.checkpoint")
-        settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
+        settings = self.config.compiler.model_copy(update={"engine": "hf"})
         return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
 
     def memory(self, episode: Episode, t: int) -> tuple[MemoryEntry, ...]:

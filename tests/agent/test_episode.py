@@ -1,9 +1,7 @@
 """The loop: order of events, named failures, deliveries, and batching that does not depend on timing."""
 
 import json
-import random
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,7 @@ from tests.memory.entries import by_id
 
 
 class Forgets:
-    """A session that fails the third time that it is asked, or told."""
+    """A session that fails at its third recall or observation."""
 
     def __init__(self, asked: bool, error: Exception):
         self.left, self.told, self.asked, self.error = 3, 3, asked, error
@@ -134,7 +132,7 @@ def test_deliveries_show_what_they_should():
 
 @pytest.mark.parametrize("name", ["none", "static", "compiled_text", "compiled_no_brief"])
 def test_records_and_rows_ask_what_the_loop_asked(name):
-    """The requests of every step, made again from what went through JSON and from SFT rows."""
+    """The requests of every step, rebuilt from JSON records and from SFT rows."""
     asked = Recorder()
     asked.compiled = []
     compile_ = asked.compile
@@ -142,18 +140,17 @@ def test_records_and_rows_ask_what_the_loop_asked(name):
     [episode], _ = run([spec(4)], find(name).make(asked, 0), asked)
     back, memory = episode_from_json(json.loads(json.dumps(episode.to_json()))), spec(4).memory
     steps = [recorded_step(back, t, memory) for t in range(4)]
-    without_expert = lambda requests: [replace(request, expert=None) for request in requests]
     asked.compiled = [replace(request, soft_on="always") for request in asked.compiled]  # which no prompt says
-    assert [executor_request(step, asked) for step in steps] == without_expert(asked.seen)
+    assert [executor_request(step, asked) for step in steps] == asked.seen
     if find(name).kind == "compiled":
-        assert [compile_request(replace(step, emission=None)) for step in steps] == without_expert(asked.compiled)
+        assert [compile_request(replace(step, emission=None)) for step in steps] == asked.compiled
     if name == "compiled_text":
         rows = [row.step_input() for row in rows_of(back, by_id(memory))]
         made = [replace(executor_request(row, asked), admissible=COMMANDS) for row in rows]
-        assert made == without_expert(asked.seen)
+        assert made == asked.seen
         texts = [[(e.id, e.text) for e in compile_request(row).memory] for row in rows]
         assert texts == [[(e.id, e.text) for e in memory]] * 4
-        assert [replace(compile_request(row), memory=memory) for row in rows] == without_expert(asked.compiled)
+        assert [replace(compile_request(row), memory=memory) for row in rows] == asked.compiled
 
 
 def test_batches_depend_on_the_episodes_only():
@@ -166,7 +163,7 @@ def test_batches_depend_on_the_episodes_only():
 
 
 class Planner(CountingEnv):
-    """Plays in another process, and plans only while somebody else plans, too."""
+    """Runs in another process; a plan waits for a second one at the same time."""
 
     in_process, both = False, threading.Barrier(2)
 
@@ -226,71 +223,3 @@ def test_shuffled_soft_keeps_text_and_moves_soft():
     recorder = Soft()
     run([spec(1), spec(2), spec(1)], Delivery("s", "compiled", ShuffledSoft(recorder)), recorder)
     assert [r.delivered.soft[0, 0].item() for r in recorder.seen[:3]] == [1.0, 2.0, 0.0]
-
-
-class Sleeping(Recorder):
-    """Sleeps for a while that is never the same, and notes who is at work beside whom, and what each was asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.within, self.beside, self.acted = [], set(), []
-
-    def compile(self, requests):
-        return self.work("compiler", lambda: super(Sleeping, self).compile(requests))
-
-    def act(self, requests):
-        self.acted.append([r.goal for r in requests])
-        return self.work("executor", lambda: super(Sleeping, self).act(requests))
-
-    def work(self, role, made):
-        self.within.append(role)
-        time.sleep(random.uniform(0.001, 0.02))
-        self.beside.add(tuple(sorted(self.within)))
-        self.within.remove(role)
-        return made()
-
-
-def played(pipelined, specs, concurrency=64):
-    recorder = Sleeping()
-    delivery, limits = Delivery("compiled", "compiled", recorder), Limits(5, pipelined=pipelined)
-    episodes = run_episodes(CountingEnv, specs, delivery, recorder, limits, concurrency)
-    records = [episode.to_json() for episode in episodes]
-    for record in records:
-        for step in record["steps"]:
-            step["seconds"] = {}
-    return records, recorder
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 64])
-def test_half_of_the_episodes_compile_while_the_others_act_and_nothing_else_changes(concurrency):
-    specs = [spec(2), spec(4), spec(3, "crash"), spec(1), spec(2), spec(9), spec(3)]
-    before, lockstep = played(False, specs, concurrency)
-    made, pipelined = played(True, specs, concurrency)
-    again, twin = played(True, specs, concurrency)
-    assert made == before == again
-    assert (pipelined.batches, pipelined.acted) == (twin.batches, twin.acted)  # whoever was faster
-    assert lockstep.beside == {("compiler",), ("executor",)}
-    at_once = ("compiler", "executor")
-    assert pipelined.beside == (lockstep.beside if concurrency == 1 else {*lockstep.beside, at_once})
-    goals = [s.goal for s in specs]
-    if concurrency == 64:
-        assert pipelined.batches[:2] == [goals[0::2], goals[1::2]] and lockstep.batches[0] == goals
-
-
-def test_a_half_whose_batch_fails_leaves_the_other_alone():
-    class Broken(Sleeping):
-        def act(self, requests):
-            if any("goal 4" in r.goal for r in requests):
-                raise RuntimeError("out of memory")
-            return super().act(requests)
-
-    broken = Broken()
-    delivery, specs = Delivery("compiled", "compiled", broken), [spec(3), spec(4), spec(2), spec(5)]
-    episodes = run_episodes(CountingEnv, specs, delivery, broken, Limits(5, pipelined=True))
-    assert [str(e.stop_reason) for e in episodes] == ["success", "executor_failure"] * 2
-
-
-def test_what_nobody_compiles_is_not_played_in_halves():
-    recorder = Sleeping()
-    run_episodes(CountingEnv, [spec(2)] * 4, Delivery("static", "static"), recorder, Limits(5, pipelined=True))
-    assert [len(batch) for batch in recorder.acted] == [4, 4]

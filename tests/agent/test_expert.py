@@ -9,7 +9,7 @@ import pytest
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
-from agent.records import Episode
+from agent.records import Episode, EpisodeContext
 from compiler.brief_state import BriefState, Create, Delete, Fold, Update
 from compiler.language import Emission, Kind
 from compiler.records import CompileRequest
@@ -50,8 +50,8 @@ def test_no_operation_fails_over_whole_alfworld_episodes(shared_data: Path) -> N
 
 
 def emission(state: BriefState, observation: str, *history: str, plan: tuple[str, ...]):
-    request = CompileRequest("put two mugs in cabinet", (), state, observation, None, history, lambda: list(plan))
-    return ExpertTeacher(reader=AlfworldReader()).emission(request).ops
+    request = CompileRequest("put two mugs in cabinet", (), state, observation, None, history)
+    return ExpertTeacher(reader=AlfworldReader()).emission(request, plan).ops
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def emission(state: BriefState, observation: str, *history: str, plan: tuple[str
 )
 def test_an_expert_that_obeys_does_what_guidance_says_where_that_is_possible(obeys: bool, said: str, done: str) -> None:
     commands, plan = ("go to desk 1", "go to shelf 1", "look"), ["go to shelf 1", "take mug 1 from shelf 1"]
-    request = ExecutorRequest("put a mug", MemoryBlock(guidance=said), (), "a room", commands, lambda: plan)
-    [action] = ExpertExecutor(obeys=obeys).act([request])
+    request = ExecutorRequest("put a mug", MemoryBlock(guidance=said), (), "a room", commands)
+    [action] = ExpertExecutor(obeys=obeys).act([request], [EpisodeContext(plan)])
     assert (action.action, action.text) == (done, done)
 
 
@@ -114,8 +114,8 @@ def said(
     teacher: ExpertTeacher | None = None,
 ) -> Emission:
     goal = "in FloorPlan1: put a mug in desk"
-    request = CompileRequest(goal, memory, state, view, None, history, lambda: list(plan))
-    return (teacher or ExpertTeacher(reader=AlfworldReader())).emission(request)
+    request = CompileRequest(goal, memory, state, view, None, history)
+    return (teacher or ExpertTeacher(reader=AlfworldReader())).emission(request, plan)
 
 
 def test_it_says_nothing_of_what_memory_does_not_hold() -> None:

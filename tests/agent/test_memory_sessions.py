@@ -1,4 +1,4 @@
-"""A memory that changes within an episode: told of every step, asked before every decision, and the record of it."""
+"""A memory that changes within an episode: it observes every step and recalls before every decision; its record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes import CountingEnv, Recorder, spec
 
 
 class Tally:
-    """Recalls how many steps were taken, and remembers what it was told."""
+    """Recalls the number of steps, and stores its observations."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -123,8 +123,8 @@ def entry(name: str, *actions: str, goal: str = "boil ice") -> MemoryEntry:
 
 
 def said(memory: tuple[MemoryEntry, ...], plan: tuple[str, ...], *history: str, view: str = "") -> Emission:
-    request = CompileRequest("Your task is to boil water.", memory, None, view, None, history, lambda: list(plan))
-    return ExpertTeacher(reader=READER).emission(request)
+    request = CompileRequest("Your task is to boil water.", memory, None, view, None, history)
+    return ExpertTeacher(reader=READER).emission(request, plan)
 
 
 def test_it_names_the_room_that_most_variations_of_the_type_name() -> None:
@@ -148,8 +148,8 @@ def test_a_room_that_lacks_the_thing_is_noted_and_that_memory_knows_no_more_is_s
     state = BriefState("boil").apply(Create("plan", "pick up thermometer"))
     view, memory = "This room is called the kitchen. In it, you see: a sink", (entry("1", *BOIL),)
     plan, history = ("go to workshop", "pick up thermometer"), ("go to kitchen", "look around")
-    request = CompileRequest("Your task is to boil water.", memory, state, view, None, history, lambda: list(plan))
-    told = ExpertTeacher(reader=READER).emission(request)
+    request = CompileRequest("Your task is to boil water.", memory, state, view, None, history)
+    told = ExpertTeacher(reader=READER).emission(request, plan)
     assert told.guidance == "search elsewhere"
     assert (
         Create("kitchen", "no thermometer") in told.ops and Create("thermometer", "not where memory says") in told.ops

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agent.records import EpisodeContext
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config
@@ -204,16 +205,16 @@ def test_workers_of_a_cluster_follow_the_same_rules(tmp_path: Path, collected: l
 class Shaky:
     """Acts as the expert would, but for the requests that it fails at."""
 
-    batched, accepts_soft, sees_images, reads = False, False, False, PAPER
+    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER
 
     def __init__(self, *fails: int) -> None:
         self.fails, self.asked = fails, 0
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        [request], self.asked = requests, self.asked + 1
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        [context], self.asked = contexts, self.asked + 1
         if self.asked in self.fails:
             raise ConnectionError("the server is gone")
-        action = ((request.expert and request.expert()) or ["look"])[0]
+        action = (context.plan or ["look"])[0]
         return [Action(action, Grounding.CHOICE, action, (), 10, 1)]
 
     def hash(self) -> str:

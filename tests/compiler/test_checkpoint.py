@@ -57,7 +57,7 @@ def test_settings_that_contradict_the_adapter_are_reported_and_do_not_count(tmp_
 
 
 def test_weights_that_would_mean_something_else_are_refused(tmp_path):
-    """As when a running service is sent an adapter: shapes alone do not tell alpha 64 from alpha 32."""
+    """As when an adapter is sent to a running service: shapes do not distinguish alpha 64 from alpha 32."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     compiler = trained(tmp_path / "a", alpha=32)
@@ -79,7 +79,7 @@ def test_a_served_compilers_highest_rank_is_the_adapters(tmp_path, monkeypatch):
     asked = []
 
     class Recorder:
-        def __init__(self, *arguments):
+        def __init__(self, *arguments, **settings):
             pass
 
         def load_adapter(self, *arguments):

@@ -5,16 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig
 from PIL import Image
 from pydantic import ValidationError
 from transformers import GenerationConfig
 
-from compiler.build import load_served_compiler
 from compiler.records import Decoding
-from configs.evaluation import EvalConfig
 from configs.models import CompilerConfig, Speed
-from configs.training import GrpoConfig
 from tests import tiny_models
 
 
@@ -147,42 +143,11 @@ def test_only_lora_and_projector_train():
     assert not any("visual" in n for n in names)
 
 
-def test_who_may_hold_emissions_to_the_grammar():
-    """vLLM alone has grammars, and GRPO scores the policy without one."""
-    vllm = {"engine": "vllm", "constrained": True}
-    assert EvalConfig(compiler=vllm).compiler.constrained and not CompilerConfig().constrained
-    with pytest.raises(ValidationError, match="constrained emissions need engine vllm"):
-        CompilerConfig(constrained=True)
-    with pytest.raises(ValidationError, match="bias the ratio"):
-        GrpoConfig(compiler=vllm)
-
-
 def test_who_may_speculate_in_vllm():
     assert CompilerConfig(engine="vllm", speed={"ngram": 3}).speed.ngram == 3
     for other in ({"engine": "hf"}, {"engine": "vllm", "temperature": 1.0}):
         with pytest.raises(ValidationError, match="greedy emissions"):
             CompilerConfig(speed={"ngram": 3}, **other)
-
-
-@pytest.mark.parametrize("constrained", [True, False])
-def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatch):
-    asked = []
-
-    class Recorder:
-        def __init__(self, llm, encoder, projector, decoding, instructions, seed, constrained, device, speed):
-            asked.append(constrained)
-
-        def load_adapter(self, *arguments):
-            pass
-
-    monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
-    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank, ngram: {})
-    monkeypatch.setattr("lm.vllm.load_engine", lambda *arguments: None)
-    monkeypatch.setattr("compiler.checkpoint.find", lambda path: path)
-    monkeypatch.setattr("compiler.checkpoint.load_projector", lambda path: None)
-    monkeypatch.setattr("compiler.checkpoint.lora_config", lambda path: LoraConfig())
-    load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
-    assert asked == [constrained]
 
 
 def test_decoding_stops_when_nobody_waits_for_what_is_still_written() -> None:

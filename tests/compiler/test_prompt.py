@@ -1,4 +1,4 @@
-"""Golden prompts: any change of what the models read is a change of results, and must be made on purpose."""
+"""Golden prompts: a change of a prompt changes results, and must be intended."""
 
 import io
 

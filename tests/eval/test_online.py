@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.records import Episode, read_episodes
+from agent.records import Episode, EpisodeContext, read_episodes
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from data_gen.memories import open_memory
@@ -34,19 +34,19 @@ STEPS = 12
 class Hopeless:
     """Fails, unless it is told that it failed before: then it does what the expert would."""
 
-    batched, accepts_soft, sees_images, reads = False, False, False, PAPER
+    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER
 
     def __init__(self, interrupted_at: int | None = None) -> None:
         self.left = interrupted_at
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt
-        [request] = requests
-        told = "Retry Guidance" in request.delivered.memory and request.expert is not None
-        action = (request.expert() or ["look"])[0] if told and request.expert else "look"
+        ([request], [context]) = requests, contexts
+        told = "Retry Guidance" in request.delivered.memory
+        action = (context.plan or ["look"])[0] if told else "look"
         return [Action(action, Grounding.CHOICE, action, (), 10, 1)]
 
     def hash(self) -> str:

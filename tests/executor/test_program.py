@@ -12,16 +12,16 @@ from envs.base import FloorPlan
 from envs.household.environment import HouseholdEnvironment
 from envs.household.placement_prior import counts, likelihood
 from executor.program import (
-    Plan,
+    PlannerInput,
     ProgramExecutor,
-    Situation,
+    SkillPlan,
     alike,
     plan_by_rule,
     plan_prompt,
     read_plan,
 )
 from executor.prompt import ExecutorRequest, MemoryBlock
-from executor.skills import SKILLS, Skill, progress, read_program
+from executor.skills import SKILLS, Skill, program_progress, read_program
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.graph import build_graph
 from runtime.errors import StopReason
@@ -38,8 +38,8 @@ KINDS = [
 COMMANDS = ("examine desk 1", "go to cabinet 1", "go to cabinet 2", "go to fridge 1", "go to microwave 1", "look")
 
 
-def now(goal: str, memory: str = "", commands: tuple[str, ...] = COMMANDS) -> Situation:
-    return Situation(goal, memory, commands)
+def now(goal: str, memory: str = "", commands: tuple[str, ...] = COMMANDS) -> PlannerInput:
+    return PlannerInput(goal, memory, commands)
 
 
 def texts(goal: str, memory: str = "") -> list[str]:
@@ -94,16 +94,19 @@ def test_a_program_is_read_from_calls_and_strange_ones_are_left_out() -> None:
 
 def test_how_far_a_program_is_follows_from_the_actions() -> None:
     program = plan_by_rule(now("put two mug in cabinet")).program
-    assert progress(program, (), "").deed == program[1]
+    assert program_progress(program, (), "").deed == program[1]
     went = ("go to desk 1", "take mug 1 from desk 1")
-    assert progress(program, went, "mug 1").deed == program[3] and progress(program, went, "mug 1").since == ()
+    assert (
+        program_progress(program, went, "mug 1").deed == program[3]
+        and program_progress(program, went, "mug 1").since == ()
+    )
     put = (*went, "go to cabinet 1", "open cabinet 1", "move mug 1 to cabinet 1", "go to fridge 1")
-    second = progress(program, put, "")
+    second = program_progress(program, put, "")
     assert (second.leading, second.deed, second.since) == (program[4], program[5], ("go to fridge 1",))
     assert second.put == {"cabinet 1"}
     all_of_it = (*put, "take mug 2 from fridge 1", "go to cabinet 1", "move mug 2 to cabinet 1")
-    assert progress(program, all_of_it, "").deed is None
-    assert progress(program, (), "mug 3").deed == program[3]  # it is in hand already
+    assert program_progress(program, all_of_it, "").deed is None
+    assert program_progress(program, (), "mug 3").deed == program[3]  # it is in hand already
 
 
 def test_areas_are_explored_by_how_likely_they_hold_the_thing() -> None:
@@ -165,7 +168,7 @@ def test_the_same_requests_give_the_same_actions() -> None:
 
 
 class Model:
-    """An endpoint that answers from a list, and remembers what it was asked."""
+    """An endpoint that answers from a list, and records its requests."""
 
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()
@@ -183,7 +186,7 @@ PROGRAM = json.dumps({"areas": ["area 2"], "program": ["Explore(robot, 'mug')", 
 
 
 def test_a_models_plan_is_read_fenced_or_not() -> None:
-    read = Plan((Skill("Explore", "mug"), Skill("PickupObject", "mug")), ("area 2",))
+    read = SkillPlan((Skill("Explore", "mug"), Skill("PickupObject", "mug")), ("area 2",))
     assert read_plan(f"Sure:\n```json\n{PROGRAM}\n```") == read
     for none in (
         "",

@@ -1,11 +1,11 @@
-"""The scripted planner: it reads the rendered prompt and the possible commands, and keeps nothing."""
+"""The scripted planner: it reads the rendered prompt and the admissible commands, and has no state."""
 
 from __future__ import annotations
 
 import pytest
 
 from executor.prompt import ExecutorRequest, MemoryBlock
-from executor.scripted import ScriptedPlanner, Wanted, planned
+from executor.scripted import GoalParts, ScriptedPlanner, planned
 
 PLACES = ("cabinet 1", "cabinet 2", "fridge 1", "shelf 1", "sinkbasin 1")
 WAYS = tuple(f"go to {place}" for place in PLACES)
@@ -22,21 +22,21 @@ def plan(view: str = FIRST, commands: tuple[str, ...] = (), goal: str = "put a m
     [
         (
             "in FloorPlan2: put a clean soapbar in cabinet",
-            Wanted("FloorPlan2", "soapbar", "cabinet", "clean", "sinkbasin"),
+            GoalParts("FloorPlan2", "soapbar", "cabinet", "clean", "sinkbasin"),
         ),
         (
             "in home 1: cool some plate and put it in garbagecan",
-            Wanted("home 1", "plate", "garbagecan", "cool", "fridge"),
+            GoalParts("home 1", "plate", "garbagecan", "cool", "fridge"),
         ),
-        ("put a hot mug in shelf", Wanted("", "mug", "shelf", "heat", "microwave")),
-        ("in home 1: find two pillow and put them in ottoman", Wanted("home 1", "pillow", "ottoman", two=True)),
-        ("in home 1: put two book on desk", Wanted("home 1", "book", "desk", two=True)),
-        ("in home 1: look at cd under the desklamp", Wanted("home 1", "cd")),
-        ("in home 1: examine the cd with the desklamp", Wanted("home 1", "cd")),
+        ("put a hot mug in shelf", GoalParts("", "mug", "shelf", "heat", "microwave")),
+        ("in home 1: find two pillow and put them in ottoman", GoalParts("home 1", "pillow", "ottoman", two=True)),
+        ("in home 1: put two book on desk", GoalParts("home 1", "book", "desk", two=True)),
+        ("in home 1: look at cd under the desklamp", GoalParts("home 1", "cd")),
+        ("in home 1: examine the cd with the desklamp", GoalParts("home 1", "cd")),
     ],
 )
-def test_goals_are_read(goal: str, wanted: Wanted) -> None:
-    assert Wanted.of(goal) == wanted
+def test_goals_are_read(goal: str, wanted: GoalParts) -> None:
+    assert GoalParts.of(goal) == wanted
 
 
 def test_places_are_searched_in_their_order_each_after_the_one_that_it_stands_at() -> None:

@@ -175,7 +175,7 @@ def test_tokens_of_a_picture_that_see_one_another_are_read_as_such() -> None:
 
 
 @every
-@pytest.mark.parametrize("speed", [Speed(), Speed(drafts=0, shrink=False, prefix_mib=0)], ids=["fast", "plain"])
+@pytest.mark.parametrize("speed", [Speed(), Speed(drafts=0, prefix_mib=0)], ids=["fast", "plain"])
 def test_requests_compile_together_as_alone_and_as_the_model_generates(family: str, speed: Speed) -> None:
     """Requests with 0 to 3 pictures, three of which begin alike; soft tokens are those of one full forward pass."""
     compiler = tiny_vlms.memory_compiler(family)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, render_brief_state
-from compiler.need import WIDTH, Need
+from compiler.gate import WIDTH, Need
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, Speed
@@ -33,7 +33,7 @@ from tests.training import grpo_trainers
 
 DEVICES = ("cpu", "cuda")
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look")
-PLAIN = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
+PLAIN = Speed(drafts=0, prefix_mib=0, second_pass="always")
 
 
 def assert_same(found: Sequence[Compilation], expected: Sequence[Compilation]) -> None:
@@ -100,8 +100,8 @@ def test_greedy_compilation_is_the_cpu_s_with_every_lever(vlm: bool) -> None:
     assert all(made.tokens_cached for made in again)
 
 
-def test_drawn_compilation_is_the_same_with_and_without_drafts_and_a_shrinking_batch() -> None:
-    writer = tiny_models.uneven_writer(False, Decoding(0.7, 16, top_k=20, top_p=0.95), PLAIN, "cuda")
+def test_drawn_compilation_is_the_same_with_and_without_drafts() -> None:
+    writer = tiny_models.uneven_writer(False, Decoding(0.7, 16), PLAIN, "cuda")
     requests, seeds = [tiny_models.request(i, image=False) for i in range(5)], list(range(5))
     expected = writer.compile(requests, seeds)
     writer.speed = Speed(second_pass="always")

@@ -39,7 +39,7 @@ def assert_at_most(syncs: Syncs, bound: int) -> None:
 @pytest.mark.parametrize("vlm", [False, True])
 def test_a_compilation_waits_once_a_pass(vlm: bool) -> None:
     requests = [tiny_models.request(i, image=vlm) for i in range(4)]
-    for speed, passes in ((Speed(drafts=0, shrink=False), 10), (Speed(), 10)):
+    for speed, passes in ((Speed(drafts=0), 10), (Speed(), 10)):
         compiler = tiny_models.memory_compiler(
             vlm, device="cuda", speed=speed, decoding=Decoding(max_new_tokens=10)
         ).eval()

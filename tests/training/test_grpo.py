@@ -188,11 +188,11 @@ def _trl_inputs(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("vlm", [False, True])
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}, {"latent_temperature": 0.5}])
-def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
+@pytest.mark.parametrize("latent_temperature", [None, 0.5])
+def test_fresh_samples_have_ratio_one(tmp_path, vlm, latent_temperature):
     t = trainer(tmp_path)
     t.compiler = t.policy.compiler = tiny_models.memory_compiler(vlm)
-    t.compiler.decoding = Decoding(1.2, 8, **truncation)
+    t.compiler.decoding = Decoding(1.2, 8, latent_temperature=latent_temperature)
     samples = fresh_samples(t)
     with torch.no_grad():
         rows = t._score_all(samples)
@@ -200,8 +200,6 @@ def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
     assert gap < 2e-5
     banned = set(t.compiler.backbone.suppressed)
     assert not any(banned & set(s.emission) for s in samples)
-    if truncation.get("top_k"):  # a truncated distribution sums to one over what is left
-        assert max(s.rollout_logprobs[: s.sampled].exp().max().item() for s in samples) > 1 / 5 - 1e-3
 
 
 @pytest.mark.parametrize("projector", ["gaussian", "linear"])
@@ -376,7 +374,7 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
             return likely
 
     t = trainer(tmp_path, delivery="compiled_needed")
-    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
+    with pytest.raises(ValueError, match="compiled_needed needs a compile gate"):
         t.take_step()
     t.engine = replace(t.engine, need=Guess())
     metrics, groups = t.take_step()

@@ -94,7 +94,7 @@ def test_a_served_merged_compiler_gets_no_adapter(tmp_path, monkeypatch):
     asked: list = []
 
     class Recorder:
-        def __init__(self, llm, encoder, projector, *rest):
+        def __init__(self, llm, encoder, projector, **settings):
             asked.append(projector.config)
 
         def load_adapter(self, *arguments):

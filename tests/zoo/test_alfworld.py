@@ -104,14 +104,14 @@ def request(
     first: str = "",
     opens: bool = False,
     **given,
-) -> ExecutorRequest:
+) -> tuple[ExecutorRequest, list[str]]:
+    """A request, and the expert's plan beside it."""
     commands = tuple(f"go to {place}" for place in PLACES) + ((f"open {PLACES[0]}",) if opens else ())
     commands += tuple(c for c in plan[:1] if not c.startswith("go to "))
     plan = plan or ("go to fridge 1", "open fridge 1", "take mug 1 from fridge 1", "move mug 1 to shelf 1")
     block = MemoryBlock(**given)
-    return ExecutorRequest(
-        "in FloorPlan1: put a mug in shelf", block, history, observation, commands, lambda: list(plan), first=first
-    )
+    goal = "in FloorPlan1: put a mug in shelf"
+    return ExecutorRequest(goal, block, history, observation, commands, first=first), list(plan)
 
 
 def entry(scene: str, place: str) -> MemoryEntry:
@@ -120,8 +120,8 @@ def entry(scene: str, place: str) -> MemoryEntry:
     return MemoryEntry(f"{scene} {place}", text, Provenance("t", scene, "put a mug in shelf", "train", True, actions))
 
 
-def does(script: play.ScriptedPolicy, asked: ExecutorRequest) -> tuple[tuple[str, ...], ChoiceSource]:
-    choice = script.choices(asked)
+def does(script: play.ScriptedPolicy, asked: tuple[ExecutorRequest, list[str]]) -> tuple[tuple[str, ...], ChoiceSource]:
+    choice = script.choices(*asked)
     return choice.commands, choice.source
 
 
@@ -157,11 +157,11 @@ def test_the_script_reads_pasted_memory_as_guidance():
     memory = "\n\n".join(each.text for each in entries)
     assert does(script, request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), ChoiceSource.GIVEN)
     history = ("go to cabinet 2", "go to cabinet 1")
-    choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
+    choice = script.choices(*request("On the cabinet 1, you see nothing.", history, memory=memory))
     assert choice.commands == ("go to fridge 1",) and choice.source is ChoiceSource.GIVEN
     assert choice.known == ("go to cabinet 2", "go to fridge 1") and choice.visited == history
     history = ("go to cabinet 2", "go to fridge 1", "go to cabinet 1")
-    choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
+    choice = script.choices(*request("On the cabinet 1, you see nothing.", history, memory=memory))
     assert choice.source is ChoiceSource.SEARCH and choice.known == history[:2] and choice.visited == history
 
 
@@ -172,7 +172,7 @@ def test_the_script_knows_all_that_memory_names_and_leaves_out_where_it_has_been
         "\n\n".join(each.text for each in entries),
     )
     nothing, told = "On the shelf 1, you see nothing.", ("go to shelf 1", "go to fridge 1")
-    seen = script.choices(request(nothing, ("go to shelf 1",), memory=memory))  # shelves are seen when gone to
+    seen = script.choices(*request(nothing, ("go to shelf 1",), memory=memory))  # shelves are seen when gone to
     assert seen.commands == told[1:] and seen.known == told and seen.visited == told[:1]
     later = ("go to shelf 1", "take mug 1 from cabinet 1", "go to cabinet 1")
     assert does(script, request("x", later, memory=memory)) == (told, ChoiceSource.GIVEN)
@@ -223,16 +223,14 @@ def test_the_script_acts_on_what_it_has_found():
     ],
 )
 def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
-    asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
-    assert does(play.ScriptedPolicy({}), asked) == (wanted, ChoiceSource.PLAN)
+    asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands)
+    assert does(play.ScriptedPolicy({}), (asked, list(plan))) == (wanted, ChoiceSource.PLAN)
 
 
 def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
     commands = ("take mug 1 from shelf 1", "go to shelf 1", "go to shelf 2")
-    asked = lambda plan: does(
-        play.ScriptedPolicy({}),
-        ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan)),
-    )
+    request = ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands)
+    asked = lambda plan: does(play.ScriptedPolicy({}), (request, list(plan)))
     assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), ChoiceSource.PLAN)
     lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
     assert asked(lying) == (("take mug 1 from shelf 1",), ChoiceSource.PLAN)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertTeacher, Search
-from agent.records import Episode
+from agent.records import Episode, EpisodeContext
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig, EvalMemoryConfig
@@ -92,10 +93,9 @@ class ScriptedPolicy:
     def of(cls, specs: Sequence[EpisodeSpec]) -> ScriptedPolicy:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
-    def choices(self, request: ExecutorRequest) -> ScriptedChoice:
+    def choices(self, request: ExecutorRequest, plan: Sequence[str]) -> ScriptedChoice:
         """Return the equally good commands (none without a way to the goal) and their source."""
-        plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
-        need = READER.need(plan)
+        need, commands = READER.need(plan), request.admissible or ()
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
         visited = tuple(way for place in _visited(request.history) if (way := f"{GO}{place}") in commands)
@@ -105,7 +105,7 @@ class ScriptedPolicy:
             return ScriptedChoice(serve, ChoiceSource.PLAN, visited=tuple(way for way in visited if way not in serve))
         if last and (inside := f"open {last}") in commands:
             return ScriptedChoice((inside,), ChoiceSource.SEARCH, visited=visited)
-        known = tuple(way for place in self._known_places(request) if (way := f"{GO}{place}") in commands)
+        known = tuple(way for place in self._known_places(request, plan) if (way := f"{GO}{place}") in commands)
         new = [command for command in commands if command.startswith(GO) and command not in visited]
         ways = (f"{GO}{place}" for place in _from(last, room(request.first or request.observation)))
         following = next((way for way in ways if way in new), "")
@@ -119,22 +119,16 @@ class ScriptedPolicy:
             visited=visited,
         )
 
-    def _known_places(self, request: ExecutorRequest) -> tuple[str, ...]:
+    def _known_places(self, request: ExecutorRequest, plan: Sequence[str]) -> tuple[str, ...]:
         """List the place that guidance names, or all places that pasted memory names."""
         if request.delivered.memory:
             memory = tuple(self.entries[text] for text in request.delivered.memory.split("\n\n"))
             places = ", ".join(c for c in request.admissible or () if c.startswith(GO))
             seen = f"{request.observation}\n{places}" if request.history else request.observation
             asked = CompileRequest(
-                request.goal,
-                memory,
-                state=None,
-                observation=seen,
-                image=None,
-                history=request.history,
-                expert=request.expert,
+                request.goal, memory, state=None, observation=seen, image=None, history=request.history
             )
-            return search.named if (search := TEACHER.search(asked)) else ()
+            return search.named if (search := TEACHER.search(asked, plan)) else ()
         guidance = request.delivered.guidance
         return (guidance.removeprefix(GO),) if guidance.startswith(GO) else ()
 
@@ -188,6 +182,7 @@ class ImitatedExecutor:
     """An executor whose every state the script labels (DAgger, Ross et al. 2011). Without an `actor` the script acts,
     and at the rate `strays` ignores guidance and memory."""
 
+    needs_expert: ClassVar[bool] = True
     script: ScriptedPolicy
     actor: Executor | None = None
     strays: float = 0.0
@@ -197,8 +192,8 @@ class ImitatedExecutor:
     reads: Reads = READS
     examples: list[ScriptedStep] = field(default_factory=list)
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        wanted = [self.script.choices(request) for request in requests]
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        wanted = [self.script.choices(r, context.plan or []) for r, context in zip(requests, contexts, strict=True)]
         if self.actor is not None:
             made = self.actor.act(requests)
         else:
@@ -251,7 +246,7 @@ def run_games(
 class TeacherStep:
     """A state of a compiler, with the teacher's emission and its search."""
 
-    request: CompileRequest  # without the expert
+    request: CompileRequest
     emission: Emission
     search: Search | None
 
@@ -260,13 +255,14 @@ class TeacherStep:
 class RecordingTeacher:
     """The expert teacher, which records every state it compiles."""
 
+    needs_expert: ClassVar[bool] = True
     steps: list[TeacherStep] = field(default_factory=list)
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        made = TEACHER.compile(requests)
-        for request, said in zip(requests, made, strict=True):
-            found = TEACHER.search(request)
-            self.steps.append(TeacherStep(replace(request, expert=None), said.emission, found))
+    def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
+        made = TEACHER.compile(requests, contexts)
+        for request, context, said in zip(requests, contexts, made, strict=True):
+            found = TEACHER.search(request, context.plan)
+            self.steps.append(TeacherStep(request, said.emission, found))
         return made
 
 

@@ -8,11 +8,12 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
-from agent.records import StepInput, compile_request
+from agent.records import EpisodeContext, StepInput, compile_request
 from data_gen.experience import explain, first_views, no_views, traces_of
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment, pickup_views
@@ -167,6 +168,7 @@ class ScriptedExecutor:
     """An executor that goes where guidance or memory says, and otherwise searches unvisited places in random order. It
     knows no more than its prompt."""
 
+    needs_expert: ClassVar[bool] = True
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
@@ -175,12 +177,11 @@ class ScriptedExecutor:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        texts = [self._choose(request) for request in requests]
+    def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
+        texts = [self._choose(r, context.plan or ["look"]) for r, context in zip(requests, contexts, strict=True)]
         return [Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0) for text in texts]
 
-    def _choose(self, request: ExecutorRequest) -> str:
-        plan = (request.expert() if request.expert else None) or ["look"]
+    def _choose(self, request: ExecutorRequest, plan: Sequence[str]) -> str:
         fact = taken(plan)
         if plan[0].startswith("take ") or not fact or subgoals(plan)[0] != f"find {fact[0]}":
             return plan[0]

@@ -1,4 +1,4 @@
-"""Compiling only where a guess from the step alone says that there is something to say."""
+"""The compile gate: steps are compiled only where it predicts guidance."""
 
 import json
 from dataclasses import replace
@@ -11,8 +11,8 @@ from agent.deliveries import find, recorded_step
 from agent.episode import Limits, run_episodes
 from agent.records import compile_request, episode_from_json, executor_request
 from compiler.checkpoint import CheckpointError
+from compiler.gate import FILE, features, keep_need, need_of
 from compiler.language import parse
-from compiler.need import FILE, features, keep_need, need_of
 from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, to_yaml
@@ -22,14 +22,14 @@ from data_gen.rows import SftRow, rows_of, save_rows
 from eval.rollouts import gate_of
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, entry, spec
+from training.gate import _old_states, leave_need, train_need
 from training.grpo import load_need
-from training.need import _old_states, leave_need, train_need
 
 TASKS = 40
 
 
 class Guess:
-    """Gives likelihoods by the step, and keeps what it is asked."""
+    """Returns a probability by the step, and records its requests."""
 
     threshold = 0.5
 
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_steps_that_are_not_likely_to_need_it_are_not_compiled_but_for_the_first():
+def test_only_the_first_step_and_those_that_the_gate_selects_are_compiled():
     executor, guess = Recorder(), Guess(0.0, 0.9, 0.1)
     delivery = find("compiled_needed").make(executor, 0, need=guess)
     [episode] = run_episodes(CountingEnv, [spec(3)], delivery, executor, Limits(5))
@@ -90,14 +90,14 @@ def test_steps_that_are_not_likely_to_need_it_are_not_compiled_but_for_the_first
     assert read == [asked.delivered for asked in executor.seen] and not read[2].guidance
 
 
-def test_without_it_the_delivery_says_what_makes_it():
-    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
+def test_a_missing_gate_is_an_error_that_names_the_command_which_fits_one():
+    with pytest.raises(ValueError, match="compiled_needed needs a compile gate: run `memcompiler train need`"):
         find("compiled_needed").make(Recorder(), 0)
     asked = ["deliveries=[none, compiled_needed]", "compiler.checkpoint=zoo/alfworld/checkpoint/adapter"]
-    with pytest.raises(CheckpointError, match=r"asks what `memcompiler train need RUN` leaves"):
+    with pytest.raises(CheckpointError, match="compiled_needed needs a compile gate, and there is none beside"):
         gate_of(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
     with pytest.raises(
-        CheckpointError, match=r"delivery compiled_needed asks what `memcompiler train need RUN` leaves"
+        CheckpointError, match=r"none beside compiler.checkpoint=None: run `memcompiler train need RUN`"
     ):
         load_need(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
     assert load_need(load_config(GrpoConfig, None, [])) is None
@@ -117,7 +117,7 @@ def test_without_it_the_delivery_says_what_makes_it():
     assert gate_of(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
 
 
-def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_checkpoints(
+def test_it_learns_from_rows_which_steps_are_guided_and_is_saved_beside_their_checkpoints(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = CliRunner().invoke(app, ["train", "need", str(run), "--recall", "0.9"])
@@ -134,13 +134,13 @@ def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_chec
     assert (tmp_path / "on" / FILE).read_bytes() == (run / FILE).read_bytes()
     again = train_need(run, recall=0.9)
     assert again.sha256 == need.sha256 and train_need(run, recall=1.0).threshold <= need.threshold
-    monkeypatch.setattr("training.need.MOST", 2 * TASKS)
+    monkeypatch.setattr("training.gate.MOST", 2 * TASKS)
     assert train_need(run).manifest["rows"] == 6 * 14  # all steps of every third task
 
 
-def test_what_two_lines_share_tells_in_words_that_it_was_not_fitted_to(run: Path, tmp_path: Path):
+def test_shared_words_of_two_lines_generalise_to_unseen_words(run: Path, tmp_path: Path):
     def row_of(thing: str, t: int) -> SftRow:
-        """Who looks for a thing is guided, until it is in view."""
+        """A row that is guided until the sought thing is in view."""
         view = f"You see a {thing if t % 2 else 'bowl'} 1." if t else "You see nothing."
         return replace(
             row(0, t),
@@ -159,7 +159,7 @@ def test_what_two_lines_share_tells_in_words_that_it_was_not_fitted_to(run: Path
     assert [need(step) >= need.threshold for step in new] == [True, False, True, False]
 
 
-def test_rows_are_read_with_the_states_of_a_compiler_that_is_asked_where_it_guides():
+def test_rows_are_read_with_the_brief_states_that_a_gated_compiler_has():
     def told(task: str, t: int, guided: bool) -> SftRow:
         return replace(row(0, t), task_id=task, state=f"goal: {task}{t}", emission="> b | a" if guided else ".")
 
@@ -170,7 +170,7 @@ def test_rows_are_read_with_the_states_of_a_compiler_that_is_asked_where_it_guid
     assert states == [*(("a", x) for x in "01133"), *(("b", x) for x in "0101")]
 
 
-def test_a_sparing_teacher_leaves_the_state_as_it_was_where_it_does_not_guide():
+def test_a_gated_teacher_leaves_the_state_unchanged_at_unguided_steps():
     class Notes:
         """Notes every step, and guides at the third alone."""
 
@@ -192,7 +192,7 @@ def test_a_sparing_teacher_leaves_the_state_as_it_was_where_it_does_not_guide():
     assert 8 < sum("step1" in episode.steps[1].brief_after for episode in half) < 32
 
 
-def test_it_sees_state_view_and_actions_and_neither_memory_nor_a_words_place_in_another_line():
+def test_it_reads_state_view_and_actions_but_not_memory():
     one, other = (compile_request(row(0, 3, memory).step_input()) for memory in ("the mug was in sink 1", "a lamp"))
     assert (features([one]) != features([other])).nnz == 0
     apart = features([one]).indices.tolist()
@@ -201,12 +201,14 @@ def test_it_sees_state_view_and_actions_and_neither_memory_nor_a_words_place_in_
     assert (features([one]) != features([compile_request(moved.step_input())])).nnz > 0
 
 
-def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_gate_that_cannot_be_fitted_or_read_is_an_error(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(CheckpointError, match="no folder of an SFT run"):
         train_need(tmp_path)
     train_need(run)
     (run / FILE).write_bytes((run / FILE).read_bytes()[:-8] + bytes(8))
-    with pytest.raises(CheckpointError, match=r"is not what need.json tells of"):
+    with pytest.raises(CheckpointError, match=r"does not match the hash in need.json"):
         need_of(str(run))
     train_need(run)
     (run / "need.json").write_text((run / "need.json").read_text().replace('"features": "2"', '"features": "1"'))
