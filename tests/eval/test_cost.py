@@ -1,4 +1,4 @@
-"""What a solved task costs, on a small recorded run: numbers that are worked out beside them."""
+"""The cost of a solved task on a small recorded run, beside numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from agent.records import Episode, StepRecord
-from benchmarks.cost import cost_of, ratio_of, size_of
 from configs.models import model_path
+from eval.cost import cost_of, parameters_of, ratio_of
 from eval.metrics import results
 from memcompiler.cli import app
 from runtime.errors import StopReason
@@ -60,7 +60,7 @@ def test_cost_is_that_of_all_episodes_over_those_that_were_solved(run: Path) -> 
     # Static: 7 steps, two tasks solved: 2 x 7 x 202 x 2e6 / 2 = 2.828 GFLOP.
     said = asked(run, *SIZES)
     assert said.splitlines()[-1] == "cost ratio: 0.54"
-    compiled = next(line for line in said.splitlines() if "compiled" in line and "│" in line)
+    compiled = next(line for line in said.splitlines() if line.startswith("| compiled"))
     for cell in ("1 of 2", "500.0 (300.0)", "50.0", "1.2", "100.0 (?)", "10.0", "2.5", "1.5", "385.0"):
         assert cell in compiled
     # Within 3 steps static solves one task, too: 2 x 6 x 202 x 2e6 = 4.848 GFLOP.
@@ -106,7 +106,7 @@ def test_the_interval_comes_from_the_tasks() -> None:
 def test_a_models_size_is_counted_without_its_weights() -> None:
     with safe_open(Path(model_path("zoo/household/compiler")) / "model.safetensors", framework="pt") as file:
         stored = sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118 - not a dict
-    assert size_of({"engine": "hf", "model": "zoo/household/compiler"}) == stored
-    assert size_of({"engine": "scripted", "model": "none"}) == 0
+    assert parameters_of({"engine": "hf", "model": "zoo/household/compiler"}) == stored
+    assert parameters_of({"engine": "scripted", "model": "none"}) == 0
     with pytest.raises(ValueError, match="--executor-parameters"):
-        size_of({"engine": "api", "model": "none"})
+        parameters_of({"engine": "api", "model": "none"})

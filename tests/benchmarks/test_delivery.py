@@ -1,4 +1,4 @@
-"""`memcompiler bench delivery`: what its table and file hold. Nothing here looks at how long anything took."""
+"""`memcompiler bench serving delivery`: its table and results.json; no test asserts a duration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from agent.deliveries import find
 from agent.episode import Limits, run_episodes
-from benchmarks.floor import Floor, floor_of
-from benchmarks.scripted import MEASURED, Said, Script, observation, said_in
-from benchmarks.shapes import ROLES, made_pair, shape_of
+from benchmarks.serving.lower_bound import LowerBound, lower_bound
+from benchmarks.serving.scripted import DEFAULT_RECORD, Script, ScriptedStep, observation, read_script
+from benchmarks.serving.shapes import MODELS, create_pair, llama_config
 from compiler.brief_state import BriefState, apply_ops
 from compiler.language import Kind, parse
 from compiler.prompt import INSTRUCTIONS, compiler_parts
@@ -64,7 +64,7 @@ def sizes(folder: Path) -> list[str]:
 
 
 def script() -> Script:
-    return Script(MODEL, MODEL, MEMORY, SOFT, [[Said(*step) for step in RECORD]])
+    return Script(MODEL, MODEL, MEMORY, [[ScriptedStep(*step) for step in RECORD]])
 
 
 def goal(number: int) -> str:
@@ -72,19 +72,19 @@ def goal(number: int) -> str:
 
 
 def history(t: int) -> tuple[str, ...]:
-    return tuple(said(i).action for i in range(t))
+    return tuple(step_at(i).action for i in range(t))
 
 
-def said(t: int) -> Said:
-    """What is said at step t: the record's four, and then its last three again and again."""
-    return Said(*RECORD[t if t < 4 else 1 + (t - 1) % 3])
+def step_at(t: int) -> ScriptedStep:
+    """The script's step t: the record's four, then its last three again and again."""
+    return ScriptedStep(*RECORD[t if t < 4 else 1 + (t - 1) % 3])
 
 
 def state_at(number: int, t: int) -> BriefState:
     """The Brief State that the loop has at step t: b_0 holds the goal, and each emission's operations follow."""
     state = BriefState(goal(number))
     for earlier in range(t):
-        state, _ = apply_ops(parse(said(earlier).emission).emission.ops, state)
+        state, _ = apply_ops(parse(step_at(earlier).emission).emission.ops, state)
     return state
 
 
@@ -101,7 +101,9 @@ def row(results: dict[str, Any], delivery: str, episodes: int) -> dict[str, Any]
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("bench")
-    done = CliRunner().invoke(app, ["bench", "delivery", *sizes(folder), "--out", str(out := folder / "run")])
+    done = CliRunner().invoke(
+        app, ["bench", "serving", "delivery", *sizes(folder), "--out", str(out := folder / "run")]
+    )
     assert done.exit_code == 0, done.output
     assert (out / "config.resolved.yaml").exists() and (out / "environment.json").exists()
     return done.output, json.loads((out / "results.json").read_text())
@@ -112,11 +114,15 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
     output, results = measured
     last = output.strip().splitlines()[-1]
     assert re.fullmatch(r"ratio: \d+\.\d\d", last)
-    assert last == f"ratio: {results['ratio']['hf 1']:.2f}"
+    assert last == f"ratio: {results['ratio']['compiled']['hf x1']:.2f}"
     compiled, static = (row(results, name, 1)["seconds"]["total"]["values"] for name in ("compiled", "static"))
     ratio = sum(compiled[1:]) / sum(static[1:])  # of the steady state: the first step stands apart
-    assert results["ratio"] == {"hf 1": pytest.approx(ratio), "hf 2": results["ratio"]["hf 2"]}
-    assert "written is what" in " ".join(output.split())
+    assert results["ratio"]["compiled"]["hf x1"] == pytest.approx(ratio)
+    assert set(results["ratio"]) == {"compiled", "compiled_needed"} and set(results["ratio"]["compiled"]) == {
+        "hf x1",
+        "hf x2",
+    }
+    assert "as in " in output
 
 
 @pytest.mark.seconds
@@ -127,18 +133,17 @@ def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple
     ]
     for found in results["rows"]:
         seconds = {name: found["seconds"][name]["values"] for name in found["seconds"]}
-        assert all(len(values) == STEPS == found["n"] for values in seconds.values())
+        assert all(len(values) == STEPS for values in seconds.values())
         parts = zip(seconds["emission"], seconds["second_pass"], seconds["executor"], strict=True)
         assert seconds["total"] == pytest.approx([sum(part) for part in parts])
         for name, of in found["seconds"].items():
             assert of["first"] == seconds[name][0] and of["mean"] == pytest.approx(sum(seconds[name][1:]) / (STEPS - 1))
         compiled = [found["delivery"].startswith("compiled")] * STEPS
         if found["delivery"] == "compiled_needed":
-            compiled = [t == 0 or RECORD.index((said(t).emission, said(t).action)) != 1 for t in range(STEPS)]
+            compiled = [t == 0 or RECORD.index((step_at(t).emission, step_at(t).action)) != 1 for t in range(STEPS)]
             assert found["compiled"] == pytest.approx(sum(compiled[1:]) / (STEPS - 1))
         assert [first > 0 for first in seconds["emission"]] == compiled
         later = sum(seconds["total"][1:])
-        assert found["second_pass_share"] == pytest.approx(sum(seconds["second_pass"][1:]) / later)
         assert found["steps_per_second"] == pytest.approx(found["episodes"] * (STEPS - 1) / later)
 
 
@@ -147,11 +152,11 @@ def test_the_second_pass_is_made_beside_guidance_and_noaction_is_counted(
     measured: tuple[str, dict[str, Any]],
 ) -> None:
     _, results = measured
-    found, said_here = row(results, "compiled", 1), [parse(said(t).emission).emission for t in range(STEPS)]
-    guided = [bool(emission.guidance) for emission in said_here]
+    found, emitted_here = row(results, "compiled", 1), [parse(step_at(t).emission).emission for t in range(STEPS)]
+    guided = [bool(emission.guidance) for emission in emitted_here]
     assert 0 < sum(guided) < STEPS  # there is something to tell apart
     assert [second > 0 for second in found["seconds"]["second_pass"]["values"]] == guided
-    assert found["noaction"] == sum(e.kind == Kind.NOACTION for e in said_here[1:]) / (STEPS - 1)
+    assert found["noaction"] == sum(e.kind == Kind.NOACTION for e in emitted_here[1:]) / (STEPS - 1)
     assert found["soft_read"] == sum(guided[1:]) / (STEPS - 1)
 
 
@@ -171,7 +176,7 @@ def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[st
     tokens = {name: row(results, name, 1)["tokens"] for name in ("none", "static", "compiled")}
     assert tokens["none"]["executor_in"]["values"] == [prompt(t, MemoryBlock()) for t in range(STEPS)]
     assert tokens["static"]["executor_in"]["values"] == [prompt(t, MemoryBlock(memory=text)) for t in range(STEPS)]
-    emitted = [parse(said(t).emission).emission for t in range(STEPS)]
+    emitted = [parse(step_at(t).emission).emission for t in range(STEPS)]
     soft = [torch.zeros(SOFT, 1) if e.guidance else None for e in emitted]
     assert tokens["compiled"]["executor_in"]["values"] == [
         prompt(t, MemoryBlock(guidance=e.guidance, reason=e.reason, soft=z))
@@ -182,44 +187,46 @@ def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[st
         len(backbone.encode(compiler_parts(compile_request(asked, 1000, t)), INSTRUCTIONS).ids) for t in range(STEPS)
     ]
     assert tokens["compiled"]["compiler_out"]["values"] == [
-        len(backbone.ids(said(t).emission)) + 1 + SOFT * (z is not None) for t, z in enumerate(soft)
+        len(backbone.ids(step_at(t).emission)) + 1 + SOFT * (z is not None) for t, z in enumerate(soft)
     ]
     for of in tokens.values():
         assert of["executor_out"]["values"] == [
-            len(reader.tokenizer(said(t).action)["input_ids"]) for t in range(STEPS)
+            len(reader.tokenizer(step_at(t).action)["input_ids"]) for t in range(STEPS)
         ]
         assert of["executor_cached"]["mean"] == of["compiler_cached"]["mean"] == 0  # no cache between steps
 
 
 def test_what_is_said_comes_from_a_run_or_a_file(tmp_path: Path) -> None:
-    assert len(said_in(MEASURED)) == 16
+    assert len(read_script(DEFAULT_RECORD)) == 16
     (tmp_path / "mine.json").write_text(json.dumps({"episodes": [[[".", "look"], ["+ a: b", "north"]], [[".", "x"]]]}))
-    assert said_in(tmp_path / "mine.json") == [[Said(".", "look"), Said("+ a: b", "north")]]  # one step is no episode
+    assert read_script(tmp_path / "mine.json") == [
+        [ScriptedStep(".", "look"), ScriptedStep("+ a: b", "north")]
+    ]  # one step is no episode
     [played] = run_episodes(CountingEnv, [spec(3)], find("compiled").make(Recorder(), 0), Recorder(), Limits(5))
     (tmp_path / "episodes.jsonl").write_text(json.dumps(played.to_json()) + "\n")
-    assert said_in(tmp_path) == [[Said(step.emission_text, "north") for step in played.steps]]
+    assert read_script(tmp_path) == [[ScriptedStep(step.emission_text, "north") for step in played.steps]]
     missing = {"nowhere": "does not exist", "bad.json": "does not hold steps", "no.json": "no compiled"}
     for bad, message in missing.items():
         (tmp_path / "bad.json").write_text("[]")
         (tmp_path / "no.json").write_text('{"episodes": []}')
         with pytest.raises(ValueError, match=message):
-            said_in(tmp_path / bad)
+            read_script(tmp_path / bad)
 
 
 def test_shapes_have_the_papers_proportions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def parameters(name: str) -> int:
         with torch.device("meta"):
-            model = LlamaForCausalLM(shape_of(name, "small", tokenizer()))
+            model = LlamaForCausalLM(llama_config(name, "small", tokenizer()))
         return sum(p.numel() for p in model.model.layers.parameters())
 
-    sizes = {role: parameters(name) for role, name in ROLES.items()}
+    sizes = {role: parameters(name) for role, name in MODELS.items()}
     assert sizes["compiler"] / sizes["executor"] == pytest.approx(0.5, abs=0.02)
-    monkeypatch.setitem(ROLES, "executor", ROLES["compiler"])
+    monkeypatch.setitem(MODELS, "executor", MODELS["compiler"])
     small = lambda name, shapes, words: LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(words)
     )
-    monkeypatch.setattr("benchmarks.shapes.shape_of", small)
-    for folder in made_pair("small", tmp_path, "float32"):
+    monkeypatch.setattr("benchmarks.serving.shapes.llama_config", small)
+    for folder in create_pair("small", tmp_path, "float32"):
         assert load_encoder(folder).ids("go to cabinet 2") == load_encoder(MODEL).ids("go to cabinet 2")
 
 
@@ -235,7 +242,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     """In a process of its own: the engines end with it."""
     pytest.importorskip("vllm")
     out = tmp_path / "run"
-    arguments = ["bench", "delivery", *sizes(tmp_path), "--engine", "vllm", "--out", str(out)]
+    arguments = ["bench", "serving", "delivery", *sizes(tmp_path), "--engine", "vllm", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "memcompiler", *arguments],
         cwd=repository,
@@ -246,7 +253,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((out / "results.json").read_text())
-    assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['vllm 1']:.2f}"
+    assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['compiled']['vllm x1']:.2f}"
     tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), load_encoder(MODEL)
 
     def prompt(number: int, t: int) -> tuple[int, ...]:
@@ -261,9 +268,9 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     assert tokens["compiler_cached"]["values"] == cached
     assert cached[0] < memory - MEMORY + block and min(cached[1:]) > memory - block  # all of it, to whole blocks
     assert tokens["compiler_in"]["values"] == [len(ids) for ids in before[1:]]
-    guided = [bool(parse(said(t).emission).emission.guidance) for t in range(STEPS)]
+    guided = [bool(parse(step_at(t).emission).emission.guidance) for t in range(STEPS)]
     assert tokens["compiler_out"]["values"] == [  # an end of turn is forced behind those that were written
-        len(backbone.ids(said(t).emission)) + 2 + SOFT * read for t, read in enumerate(guided)
+        len(backbone.ids(step_at(t).emission)) + 2 + SOFT * read for t, read in enumerate(guided)
     ]
     seconds = row(results, "compiled", 1)["seconds"]["second_pass"]["values"]
     assert [second > 0 for second in seconds] == guided
@@ -281,22 +288,22 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     ],
 )
 def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "delivery", "--executor", MODEL, *arguments])
+    done = CliRunner().invoke(app, ["bench", "serving", "delivery", "--executor", MODEL, *arguments])
     assert done.exit_code == 1 and message in done.output, done.output
     assert "Traceback" not in done.output
 
 
 @pytest.mark.seconds
-def test_the_floor_is_what_reading_and_writing_take_at_least(measured: tuple[str, dict[str, Any]]) -> None:
-    floor = Floor(weights=1000, head=500, itemsize=4, read=6000.0, made=20_000.0)
-    assert floor.seconds(columns=2, heads=1) == 1.0  # 6,000 bytes in a second; 5,000 FLOPs are less
-    assert floor.seconds(columns=20, heads=4) == 2.2  # 44,000 FLOPs
-    assert floor.step(20, 3, 4) == pytest.approx(8.2 + 2 * 1.0)  # 80 tokens and 4 to go on from; then twice 4 and 4
-    made = floor_of(MODEL, "float32")
+def test_the_lower_bound_follows_from_bandwidth_and_peak(measured: tuple[str, dict[str, Any]]) -> None:
+    bound = LowerBound(weights=1000, head=500, itemsize=4, bandwidth=6000.0, peak=20_000.0)
+    assert bound.pass_seconds(tokens=2, predicted=1) == 1.0  # 6,000 bytes in a second; 5,000 FLOPs are less
+    assert bound.pass_seconds(tokens=20, predicted=4) == 2.2  # 44,000 FLOPs
+    assert bound.step_seconds(20, 3, 4) == pytest.approx(8.2 + 2 * 1.0)  # 80 tokens, 4 predicted; then twice 4 and 4
+    made = lower_bound(MODEL, "float32")
     config = AutoConfig.from_pretrained(MODEL)
     assert made.head == config.vocab_size * config.hidden_size  # the table is read once, as the head
     total = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(MODEL).parameters() if p.ndim == 2)
-    assert made.weights + made.head == total and min(made.read, made.made) > 0
+    assert made.weights + made.head == total and min(made.bandwidth, made.peak) > 0
     _, results = measured
-    floors = {name: row(results, name, 1)["floor"] for name in ("none", "static", "compiled")}
-    assert 0 < floors["none"] < floors["static"] and floors["compiled"] > 0
+    bounds = {name: row(results, name, 1)["lower_bound"] for name in ("none", "static", "compiled")}
+    assert 0 < bounds["none"] < bounds["static"] and bounds["compiled"] > 0

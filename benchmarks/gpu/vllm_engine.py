@@ -1,9 +1,7 @@
-"""vLLM, where it is installed, beside PyTorch on the same device: the small models that ship, with adapters
-that change what they say.
+"""Parts `vllm` and `speculation`: vLLM beside PyTorch on the same device, with the shipped models and random adapters.
 
-measure      the extension that reads hidden states, under CUDA graphs; an adapter that is swapped while the engine
-             lives; soft tokens in a prompt
-speculate    emissions with n-gram guesses are those without (an engine that guesses is the last of its process)
+measure      hidden states under CUDA graphs; an adapter swapped in a running engine; soft tokens in a prompt
+speculate    emissions with n-gram speculation equal those without (a speculating engine is its process's last)
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measuring import seconds_of
-from benchmarks.gpu.parity import share_alike
+from benchmarks.gpu.parity import equal_share
 from benchmarks.gpu.parts import Row, Setup
 from compiler import checkpoint
 from compiler.base import TokenCompiler
@@ -32,49 +30,49 @@ from memory.entry import MemoryEntry, Provenance
 
 COMPILER, EXECUTOR = "zoo/household/compiler", "zoo/household/executor"
 REQUESTS, TOKENS, NGRAM = 6, 40, 3
-DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # on GPUs, kernels of attention are for short floats
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # vLLM's attention kernels on GPUs need 16-bit floats
 TOLERATED = {"float32": {"values": 1e-3, "tokens": 1.0}, "bfloat16": {"values": 5e-2, "tokens": 0.9}}
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "take mug 1 from shelf 1", "look")
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for everything that is compared."""
-    asked = requests()
+    """Yield a row per comparison, and the speed of both engines."""
+    batch = requests()
     with tempfile.TemporaryDirectory(prefix="memcompiler-gpu-") as folder:
-        theirs = [trained(setup, seed) for seed in (1, 2)]
+        theirs = [random_compiler(setup, seed) for seed in (1, 2)]
         saved = [_save(compiler, Path(folder) / str(i)) for i, compiler in enumerate(theirs)]
         served = load_served_compiler(compiler_config(setup, saved[0]))
-        never_ending(served, *theirs)
-        first = served.compile(asked)
-        yield from alike(setup, "first adapter", theirs[0].compile(asked), first)
+        suppress_end(served, *theirs)
+        first = served.compile(batch)
+        yield from compare(setup, "first adapter", theirs[0].compile(batch), first)
         served.load_adapter(saved[1], 1, theirs[1].projector)
-        second = served.compile(asked)
-        yield from alike(setup, "swapped adapter", theirs[1].compile(asked), second)
+        second = served.compile(batch)
+        yield from compare(setup, "swapped adapter", theirs[1].compile(batch), second)
         moved, least = _gap(_means(first), _means(second)), TOLERATED[dtype(setup)]["values"]
         yield {"what": "the adapters differ (mu)", "relative": moved, "passed": moved > least}
-        yield _speed("compiling in vLLM", seconds_of(setup, lambda: served.compile(asked), 1), second)
-        yield _speed("compiling in PyTorch", seconds_of(setup, lambda: theirs[1].compile(asked), 1), second)
+        yield _speed("compiling in vLLM", seconds_of(setup, lambda: served.compile(batch), 1), second)
+        yield _speed("compiling in PyTorch", seconds_of(setup, lambda: theirs[1].compile(batch), 1), second)
     yield from soft_tokens(setup)
 
 
 def speculate(setup: Setup) -> Iterator[Row]:
-    """Yield what an engine that guesses says beside PyTorch, and its steps."""
-    asked, compiler = requests(), trained(setup, 1)
+    """Yield comparisons of a speculating engine with PyTorch, its number of steps and its speed."""
+    batch, compiler = requests(), random_compiler(setup, 1)
     with tempfile.TemporaryDirectory(prefix="memcompiler-gpu-") as folder:
         served = load_served_compiler(compiler_config(setup, _save(compiler, Path(folder)), NGRAM))
-        never_ending(served, compiler)
+        suppress_end(served, compiler)
         steps, step = [], served.llm.llm_engine.step
         served.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-        made = served.compile(asked)
-        yield from alike(setup, "guessing", compiler.compile(asked), made)
+        made = served.compile(batch)
+        yield from compare(setup, "guessing", compiler.compile(batch), made)
         longest = max(len(c.emission_ids) for c in made)
         yield {"what": f"steps of the engine, second pass included, to emissions of {longest}", "relative": len(steps)}
-        yield _speed("compiling, guessing", seconds_of(setup, lambda: served.compile(asked), 1), made)
+        yield _speed("compiling, guessing", seconds_of(setup, lambda: served.compile(batch), 1), made)
 
 
 def soft_tokens(setup: Setup) -> Iterator[Row]:
-    """Yield how far apart likelihoods of commands are behind soft tokens, and whether these count at all."""
-    config = ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device, vllm=engine(setup))
+    """Yield the difference of commands' likelihoods after soft tokens, and the effect of other soft tokens."""
+    config = ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device, vllm=engine_settings(setup))
     theirs = load_frozen(config, Told(""))
     ours: Any = load_executor(config.model_copy(update={"engine": "vllm"}), Told(""))
     prompts, n = [], 16
@@ -92,24 +90,24 @@ def soft_tokens(setup: Setup) -> Iterator[Row]:
 
 
 def dtype(setup: Setup) -> Any:
-    """Say in which precision both sides compute."""
+    """Return the precision of both engines."""
     return DTYPES[setup.device]
 
 
-def engine(setup: Setup) -> VllmEngine:
-    """Give an engine a part of the GPU, and CUDA graphs where there is one."""
+def engine_settings(setup: Setup) -> VllmEngine:
+    """Return settings of an engine on a part of the GPU, with CUDA graphs."""
     return VllmEngine(
         gpu_memory_utilization=0.3, max_model_len=2048, max_num_seqs=16, enforce_eager=setup.device == "cpu"
     )
 
 
 def compiler_config(setup: Setup, folder: Path | None = None, ngram: int = 0) -> CompilerConfig:
-    """Make settings of the small compiler; with a folder, in vLLM."""
+    """Return settings of the shipped compiler base; with a checkpoint folder, in vLLM."""
     return CompilerConfig(
         model=COMPILER,
         dtype=dtype(setup),
         device=setup.device,
-        vllm=engine(setup),
+        vllm=engine_settings(setup),
         instructions="none",
         max_new_tokens=TOKENS,
         engine="vllm" if folder else "hf",
@@ -118,8 +116,8 @@ def compiler_config(setup: Setup, folder: Path | None = None, ngram: int = 0) ->
     )
 
 
-def trained(setup: Setup, seed: int) -> MemoryCompiler:
-    """Make a compiler in PyTorch whose adapter and projector are those of no other seed."""
+def random_compiler(setup: Setup, seed: int) -> MemoryCompiler:
+    """Create a compiler in PyTorch with a random adapter and projector."""
     executor = load_frozen(ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device), Told(""))
     compiler = load_compiler(compiler_config(setup), executor, seed)
     draw = torch.Generator().manual_seed(seed)
@@ -130,15 +128,15 @@ def trained(setup: Setup, seed: int) -> MemoryCompiler:
     return compiler.eval()
 
 
-def never_ending(*compilers: TokenCompiler) -> None:
-    """Have emissions run into their limit: an adapter drawn at random would end most of them at once."""
+def suppress_end(*compilers: TokenCompiler) -> None:
+    """Suppress the end of turn, which random adapters would write at once."""
     for compiler in compilers:
         encoder = compiler.encoder
         encoder.suppressed = sorted({*encoder.suppressed, encoder.end_id})
 
 
 def requests() -> list[CompileRequest]:
-    """Make requests of unequal length, without pictures."""
+    """Return requests of unequal length, without pictures."""
     entries = [
         MemoryEntry(f"e{i}", f"in home {i}: put a mug in shelf\ngo to shelf {i}", Provenance("", "", "", "train", True))
         for i in range(1, REQUESTS + 2)
@@ -149,12 +147,11 @@ def requests() -> list[CompileRequest]:
     ]
 
 
-def alike(setup: Setup, what: str, theirs: Sequence[Compilation], ours: Sequence[Compilation]) -> Iterator[Row]:
-    """Yield the share of tokens that are the same in the same place, and how far apart the means of soft tokens are
-    where all of an emission's are."""
+def compare(setup: Setup, what: str, theirs: Sequence[Compilation], ours: Sequence[Compilation]) -> Iterator[Row]:
+    """Yield the share of equal tokens, and the difference of soft token means of equal emissions."""
     allowed = TOLERATED[dtype(setup)]
     pairs = [(a.emission_ids, b.emission_ids) for a, b in zip(theirs, ours, strict=True)]
-    same = share_alike(*zip(*pairs, strict=True))
+    same = equal_share(*zip(*pairs, strict=True))
     yield {
         "what": f"{what}: share of tokens that PyTorch writes",
         "relative": same,
@@ -182,9 +179,9 @@ def _scores(executor: Any, prompts: Sequence[Prompt]) -> torch.Tensor:
     return torch.cat(executor.candidate_logprobs(prompts, [COMMANDS] * len(prompts))).float().cpu()
 
 
-def _gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference over the largest value."""
-    return float((ours - theirs).abs().max() / ours.abs().max())
+def _gap(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return float((expected - found).abs().max() / expected.abs().max())
 
 
 def _speed(what: str, seconds: float, made: Sequence[Compilation]) -> Row:

@@ -1,4 +1,4 @@
-"""What memory is worth, at small scale: the same searcher under every delivery, and its episodes cut at every limit."""
+"""The experiment `memory_worth` at small scale: the same search under every delivery, and truncated episodes."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.records import Episode, StepRecord
-from benchmarks import memory_worth
+from experiments.memory_worth import run as memory_worth
 
 
 def episode(task: str, steps: int, success: bool) -> Episode:
@@ -16,7 +16,7 @@ def episode(task: str, steps: int, success: bool) -> Episode:
 
 
 def test_within_a_limit_a_longer_episode_has_failed_with_the_progress_it_had() -> None:
-    short, long = memory_worth.within([episode("a", 3, True), episode("b", 8, True)], 4)
+    short, long = memory_worth.truncated([episode("a", 3, True), episode("b", 8, True)], 4)
     assert (short.success, short.progress, long.success, long.progress, len(long.steps)) == (True, 1, False, 0.5, 4)
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks.service_load`: what its clients meet. Nothing here looks at how long anything took."""
+"""`memcompiler bench serving load`: answers, retries and losses; no test asserts a duration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the service needs the extra serve")
 
-from benchmarks.scripted import Said, Script
-from benchmarks.service_load import MODEL, Met, load, requests_of, table_of
+from benchmarks.serving.load import MODEL, STEPS, LoadResult, load, table
+from benchmarks.serving.scripted import Script, ScriptedStep
 from compiler.brief_state import render_brief_state
 from compiler.language import Emission, render
 from compiler.records import Compilation, Decoding
 from tests.services import listening
 
-SAID = [[Said("> it is there | go on\n+ plan: find mug; heat mug", "look"), Said(".", "north")]]
+RECORD = [[ScriptedStep("> it is there | go on\n+ plan: find mug; heat mug", "look"), ScriptedStep(".", "north")]]
 
 
 class Slow:
@@ -39,36 +39,36 @@ class Slow:
 
 
 def script() -> Script:
-    return Script(MODEL, MODEL, 40, 4, SAID)
+    return Script(MODEL, MODEL, 40, RECORD)
 
 
 def test_all_clients_are_answered_and_batches_are_counted() -> None:
     slow = Slow()
     with listening(slow) as (url, _):
-        met = asyncio.run(load(url, script(), 4, 0.2))
-    assert met.sent == len(met.latencies) == len(slow.asked) >= 4 and not met.lost and not met.put_off
+        result = asyncio.run(load(url, script(), 4, 0.2))
+    assert result.sent == len(result.latencies) == len(slow.asked) >= 4 and not result.lost and not result.retries
     assert len({goal.partition(":")[0] for goal in slow.asked}) == 4
-    assert met.batch == pytest.approx(len(slow.asked) / len(slow.sizes))
+    assert result.batch == pytest.approx(len(slow.asked) / len(slow.sizes))
 
 
 @pytest.mark.seconds
-def test_who_is_told_to_come_back_is_answered_later() -> None:
+def test_a_client_that_is_put_off_is_answered_later() -> None:
     with listening(Slow(), queue=1, batch=1) as (url, _):
-        met = asyncio.run(load(url, script(), 6, 0.0))
-    assert met.put_off > 0 and not met.lost and len(met.latencies) == 6
+        result = asyncio.run(load(url, script(), 6, 0.0))
+    assert result.retries > 0 and not result.lost and len(result.latencies) == 6
 
 
-def test_what_gets_no_answer_is_lost_and_says_why() -> None:
+def test_a_request_without_an_answer_is_lost_with_its_reason() -> None:
     slow = Slow()
     slow.failing = "home 1:"
     with listening(slow) as (url, _):
-        met = asyncio.run(load(url, script(), 3, 0.0))
-    assert len(met.latencies) == 2 and [why.partition(":")[0] for why in met.lost] == ["500"]
-    assert table_of([met]).row_count == 1 and table_of([Met(1, seconds=1.0)]).row_count == 1
+        result = asyncio.run(load(url, script(), 3, 0.0))
+    assert len(result.latencies) == 2 and [why.partition(":")[0] for why in result.lost] == ["500"]
+    assert len(table([result])) == 3 == len(table([LoadResult(1, seconds=1.0)]))
 
 
 def test_requests_are_those_of_an_episode() -> None:
-    asked = requests_of(script().spec(3), script())
+    asked = script().compile_requests(script().spec(3), STEPS)
     assert [request.history for request in asked[:3]] == [(), ("look",), ("look", "north")]
     states = [render_brief_state(request.state) for request in asked if request.state]
     assert "now: find mug" not in states[0] and "now: find mug" in states[1] == states[2]

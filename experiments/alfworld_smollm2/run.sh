@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Real weights on real games: SmolLM2-135M-Instruct compiles for the zoo's frozen executor on ALFWorld. Three commands,
-# each of which goes on where it was stopped (docs/results.md says what has been measured, and on what).
+# Train and evaluate SmolLM2-135M-Instruct as compiler for the zoo's frozen executor on ALFWorld games. Each command
+# resumes an interrupted run.
 #
-#   export ALFWORLD_DATA=...               # where alfworld-download put json_2.1.1
-#   bash scripts/alfworld_smollm2.sh train    # the expert plays 300 train games; SFT
-#   bash scripts/alfworld_smollm2.sh grpo
-#   bash scripts/alfworld_smollm2.sh eval     # valid_seen, every delivery
+#   export ALFWORLD_DATA=...                              # folder of json_2.1.1 from alfworld-download
+#   bash experiments/alfworld_smollm2/run.sh train        # 300 train games of the expert; SFT
+#   bash experiments/alfworld_smollm2/run.sh grpo
+#   bash experiments/alfworld_smollm2/run.sh eval         # valid_seen, every delivery
 #
-# MODEL is a Hugging Face name or folder (default: HuggingFaceTB/SmolLM2-135M-Instruct), OUT the run folder. `eval` takes
-# the checkpoint of GRPO where there is one, else that of SFT.
-# SMALL=1 is a subset for two CPU cores, some two hours: 60 steps of SFT, one GRPO update, 16 games of 15 steps.
+# MODEL: Hugging Face name or folder (default: HuggingFaceTB/SmolLM2-135M-Instruct). OUT: run folder. `eval` uses the
+# checkpoint of GRPO if it exists, else that of SFT. SMALL=1: a subset for two CPU cores, about two hours (60 SFT steps,
+# one GRPO update, 16 games of 15 steps).
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 model=(compiler.model="${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}")
 out=${OUT:-runs/alfworld-smollm2}
@@ -39,7 +39,7 @@ case ${1:-} in
     run report "$out/eval"
     ;;
   *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    sed -n '2,12s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
