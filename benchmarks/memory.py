@@ -164,7 +164,8 @@ def replay(queries: Sequence[str], settings: KarmaSettings) -> HitRates:
         cache.write(name, None)
         known.add(name)
     repeated = [hit for hit, new in zip(hits, first, strict=True) if not new]
-    return HitRates(*(sum(of) / max(1, len(of)) for of in (hits, repeated, hits[warm_from:])), warm_from)
+    overall, without_first, warm = (sum(of) / max(1, len(of)) for of in (hits, repeated, hits[warm_from:]))
+    return HitRates(overall, without_first, warm, warm_from)
 
 
 @app.command()

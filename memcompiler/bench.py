@@ -10,24 +10,28 @@ from typer.main import get_command
 
 from memcompiler.options import command_group
 
-PROGRAMS = ("environment", "memory", "serving", "training")  # modules of benchmarks/, each with a Typer `app`
+PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
+    "environment": "Measure environments and rollouts.",
+    "training": "Measure SFT beside transformers.Trainer.",
+    "serving": "Measure serving: deliveries, compile speed, load.",
+    "memory": "Measure memory systems: growth, hit rate, recall.",
+}
 
 
 class BenchmarkGroup(TyperGroup):
-    """Add the commands of a program when it is called: importing all of them takes seconds."""
+    """Import a benchmark program when it is called, so that --help does not."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted([*super().list_commands(ctx), *PROGRAMS])
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in PROGRAMS:
+            command = get_command(import_module(f"benchmarks.{name}").app)
+            command.name = name
+        return name, command, rest
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in PROGRAMS:
-            return get_command(import_module(f"benchmarks.{cmd_name}").app)
-        return super().get_command(ctx, cmd_name)
 
-
-bench_app = command_group(
-    "Measure speed, memory, cost and robustness; most measurements end with a ratio.", BenchmarkGroup
-)
+bench_app = command_group("Measure speed, memory, cost and robustness.", BenchmarkGroup)
+for name, text in PROGRAMS.items():
+    bench_app.command(name, help=text)(lambda: None)
 
 
 @bench_app.command("cost")

@@ -153,8 +153,8 @@ def _compiled(models: Models) -> tuple[list[tuple[int, ...]], Tensor]:
     """Compile prompts of unequal length; return emissions and the means of their soft tokens (B, N, d)."""
     prompts = _prompts(60, 5)
     models.compiler.encode = lambda request: prompts[int(request.memory[0].id)]
-    made = models.compiler.compile(requests_of(ROWS))
-    return [c.emission_ids for c in made], torch.stack([c.mu for c in made if c.mu is not None])
+    compiled = models.compiler.compile(requests_of(ROWS))
+    return [c.emission_ids for c in compiled], torch.stack([c.mu for c in compiled if c.mu is not None])
 
 
 def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[Example]:

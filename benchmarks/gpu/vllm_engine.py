@@ -63,11 +63,11 @@ def speculate(setup: Setup) -> Iterator[Row]:
         suppress_end(served, compiler)
         steps, step = [], served.llm.llm_engine.step
         served.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-        made = served.compile(batch)
-        yield from compare(setup, "guessing", compiler.compile(batch), made)
-        longest = max(len(c.emission_ids) for c in made)
+        compiled = served.compile(batch)
+        yield from compare(setup, "guessing", compiler.compile(batch), compiled)
+        longest = max(len(c.emission_ids) for c in compiled)
         yield {"what": f"steps of the engine, second pass included, to emissions of {longest}", "relative": len(steps)}
-        yield _speed("compiling, guessing", seconds_of(setup, lambda: served.compile(batch), 1), made)
+        yield _speed("compiling, guessing", seconds_of(setup, lambda: served.compile(batch), 1), compiled)
 
 
 def soft_tokens(setup: Setup) -> Iterator[Row]:
@@ -160,7 +160,7 @@ def compare(setup: Setup, what: str, theirs: Sequence[Compilation], ours: Sequen
     }
     equal = [i for i, (a, b) in enumerate(pairs) if a == b]
     if equal:
-        gap = _gap(*(_means([made[i] for i in equal]) for made in (theirs, ours)))
+        gap = _gap(*(_means([compiled[i] for i in equal]) for compiled in (theirs, ours)))
         shown = f"{what}: soft tokens (mu) of {len(equal)} emissions"
         yield {"what": shown, "relative": gap, "tolerated": allowed["values"], "passed": gap <= allowed["values"]}
 
@@ -171,8 +171,8 @@ def _save(compiler: MemoryCompiler, folder: Path) -> Path:
     return folder
 
 
-def _means(made: Sequence[Compilation]) -> torch.Tensor:
-    return torch.stack([c.mu for c in made if c.mu is not None])
+def _means(compiled: Sequence[Compilation]) -> torch.Tensor:
+    return torch.stack([c.mu for c in compiled if c.mu is not None])
 
 
 def _scores(executor: Any, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -184,6 +184,6 @@ def _gap(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((expected - found).abs().max() / expected.abs().max())
 
 
-def _speed(what: str, seconds: float, made: Sequence[Compilation]) -> Row:
-    written = sum(len(c.emission_ids) for c in made)
+def _speed(what: str, seconds: float, compiled: Sequence[Compilation]) -> Row:
+    written = sum(len(c.emission_ids) for c in compiled)
     return {"what": what, "seconds": seconds, "tokens_per_s": written / seconds}

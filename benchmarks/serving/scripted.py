@@ -291,8 +291,8 @@ def play(
     compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int, gate: Guess
 ) -> list[Episode]:
     """Play all episodes side by side; `gate` decides for gated deliveries. Raises: ValueError for a failed episode."""
-    made = find(delivery).make(compiler, seed=0, need=gate)
-    episodes = run_episodes(ScriptedEnvironment, specs, made, executor, Limits(steps), len(specs))
+    playable = find(delivery).make(compiler, seed=0, need=gate)
+    episodes = run_episodes(ScriptedEnvironment, specs, playable, executor, Limits(steps), len(specs))
     if failed := next((episode.error for episode in episodes if episode.error), None):
         raise ValueError(failed)
     return episodes

@@ -125,8 +125,9 @@ def main() -> None:
     parser.add_argument("arguments", nargs="+", help="seeds, then settings of GRPO as a.b=c")
     a = parser.parse_args()
     a.pipeline, (a.seeds, a.settings) = PIPELINES[a.env], seeds_and_settings(a.arguments)
-    for seed, variant in itertools.product(a.seeds, a.variants):
-        run_variant(a, seed, variant)
+    for seed in a.seeds:
+        for variant in a.variants:
+            run_variant(a, seed, variant)
     found = [row for variant in a.variants for row in rows(a, variant)]
     write_atomically(a.out / "results.json", to_json(found, indent=1))
     heads = ["variant", "tasks", "before %", "after % [95 %]", "change [95 %]", "better / worse", "by seed"]

@@ -159,9 +159,9 @@ def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[
         limits = Limits(max(BUDGETS[name]), config.seed)
         for delivery, episodes in played.items():
             for seed in seeds:
-                made = find(delivery).make(None, seed, reader_of(config.env))
+                playable = find(delivery).make(None, seed, reader_of(config.env))
                 executor = SearchingExecutor(seed, SEARCHES[name])
-                episodes += run_episodes(envs.lease, specs, made, executor, limits, config.concurrency)
+                episodes += run_episodes(envs.lease, specs, playable, executor, limits, config.concurrency)
     return played
 
 

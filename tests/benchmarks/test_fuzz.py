@@ -14,7 +14,7 @@ from benchmarks.fuzz.target import Target, expect
 
 @pytest.mark.slow
 def test_a_sample_of_all_targets_shows_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.run_bench_fuzz(seed=45, inputs=1500) == 0, capsys.readouterr().out
+    assert run.run_fuzz(seed=45, inputs=1500) == 0, capsys.readouterr().out
     assert capsys.readouterr().out.splitlines()[-1].startswith("faults: 0 in ")
 
 
@@ -43,12 +43,12 @@ def test_a_fault_is_found_replayed_and_shortened(
     monkeypatch.setattr(run, "TARGETS", (target,))
     monkeypatch.setattr("benchmarks.fuzz.target.LIMIT_S", 0.05)
     numbers = [n for n in range(60) if ";" in target.draw(7, n)]
-    assert numbers and run.run_bench_fuzz(seed=7, inputs=60) == len(numbers)
+    assert numbers and run.run_fuzz(seed=7, inputs=60) == len(numbers)
     first = numbers[0]
     out = capsys.readouterr().out
     assert named in out and f"--seed 7 --only planted:{first} " in out
     assert f"faults: {len(numbers)} in 60 inputs" in out
-    assert run.run_bench_fuzz(seed=7, only=f"planted:{first}") == 1
+    assert run.run_fuzz(seed=7, only=f"planted:{first}") == 1
     if check is not hangs:
         assert "input: ';'" in out
 
@@ -63,4 +63,4 @@ def test_inputs_follow_from_seed_target_and_number() -> None:
 def test_a_documented_error_is_no_fault_and_an_unknown_target_is_named() -> None:
     assert Target("json", text, json.loads, (ValueError,)).fault("{") is None
     with pytest.raises(ValueError, match=r"no target nowhere; there are endpoint\.answer"):
-        run.run_bench_fuzz(only="nowhere:1")
+        run.run_fuzz(only="nowhere:1")
