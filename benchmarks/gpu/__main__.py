@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from benchmarks.gpu.kit import ARCHIVE, RECORD, TABLE, Kit
+from benchmarks.gpu.kit import ARCHIVE, RECORD, TABLE, Kit, tables
 from benchmarks.gpu.parts import PARTS, Device, Setup, Size, largest_pair, run_inside
 
 
@@ -42,7 +42,7 @@ def main(
         passed = kit.run(part or (), minutes, again)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    print(f"\n{kit.summary()}\n\n{out / RECORD}, {out / TABLE}, {out / ARCHIVE}")
+    print("", *tables(kit.record()), "", f"{out / RECORD}, {out / TABLE}, {out / ARCHIVE}", sep="\n")
     raise typer.Exit(not passed)
 
 

@@ -26,7 +26,6 @@ RECORD, TABLE, LOGS, ARCHIVE = "gpu_check.json", "gpu_check.md", "parts", "gpu_c
 SHORTEST_S = 15.0  # a part does not start with less time
 CLOSING_S = 5.0  # reserved for table and archive
 ERROR_LENGTH = 300  # characters of an error in the table
-SUMMARY_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,6 @@ class Kit:
     def record(self) -> dict[str, Any]:
         path = self.out / RECORD
         return json.loads(path.read_text()) if path.exists() else {"setup": asdict(self.setup), "parts": {}}
-
-    def summary(self) -> str:
-        """Return the first lines of the table."""
-        table = self.out / TABLE
-        return "\n".join(table.read_text().splitlines()[:SUMMARY_LINES]) if table.exists() else ""
 
     def _due(self, names: Sequence[str], record: dict[str, Any], again: bool) -> list[Part]:
         """List the parts to run, and record those that cannot run here as skipped. Raises: ValueError."""

@@ -55,9 +55,15 @@ def measure(setup: Setup) -> Iterator[Row]:
         yield {"what": "steps/s on the CPU", "value": steps / (time.perf_counter() - started)}
         trainer = make_trainer(setup.device, rows, Path(folder) / "here", setup)
         evaluation = held_out_tasks(trainer, setup, specs[-held:])
-        yield {"what": f"success on {held} held-out tasks before", "value": success(evaluation, trainer)}
+        yield {
+            "what": f"success on {held} held-out tasks before",
+            "value": evaluation.play(trainer.compiler)["eval_success"],
+        }
         yield from train(setup, trainer)
-        yield {"what": f"success on {held} held-out tasks after", "value": success(evaluation, trainer)}
+        yield {
+            "what": f"success on {held} held-out tasks after",
+            "value": evaluation.play(trainer.compiler)["eval_success"],
+        }
 
 
 def skip_processor() -> None:
@@ -103,8 +109,3 @@ def held_out_tasks(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpe
     make_env = lambda: HouseholdEnvironment(SEED, {SPLIT: SCENES[setup.size]}, visual_share=VISUAL)
     engine = RolloutEngine(make_env, trainer.executor, Limits(MAX_STEPS), len(specs))
     return HeldOutTasks(trainer.config.evaluation, engine, specs, greedy(trainer.config.compiler))
-
-
-def success(evaluation: HeldOutTasks, trainer: SftTrainer) -> float:
-    """Return the share of held-out tasks that the compiler's episodes solve."""
-    return evaluation.play(trainer.compiler)["eval_success"]

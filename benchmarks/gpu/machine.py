@@ -8,13 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.cuda.nccl
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.measuring import seconds_of
 from benchmarks.gpu.parts import Row, Setup
@@ -22,9 +19,6 @@ from benchmarks.gpu.parts import Row, Setup
 PACKAGES = ("transformers", "peft", "accelerate", "trl", "deepspeed", "vllm", "flash-attn")
 SIDE = {"paper": 8192, "tiny": 128}  # of square matrices
 TIMES = 10
-CUDNN, OTHERS = [SDPBackend.CUDNN_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-KEYS = 192  # cuDNN's gradients are reported to be NaN here, with a mask and a logsumexp below -88.7
-NEW_LENGTHS = range(1001, 1021)  # numbers of keys; cuDNN plans each length anew
 
 
 def measure(setup: Setup) -> Iterator[Row]:
@@ -34,12 +28,6 @@ def measure(setup: Setup) -> Iterator[Row]:
     for dtype in (torch.bfloat16, torch.float32):
         yield {"what": f"products in {str(dtype)[6:]} (TFLOP/s)", "value": products(setup, dtype)}
     yield {"what": "copies (TB/s read and written)", "value": copies(setup)}
-    for name, kernels in (("cuDNN", CUDNN), ("flash or efficient", OTHERS)) if setup.device == "cuda" else ():
-        yield {"what": f"attention by {name}: gradients are finite", "value": _with_kernels(kernels, finite_gradients)}
-        yield {
-            "what": f"attention by {name}: ms for a new length of keys",
-            "value": _with_kernels(kernels, new_length_ms),
-        }
 
 
 def _software() -> list[tuple[str, object]]:
@@ -95,38 +83,6 @@ def copies(setup: Setup) -> float:
     source = torch.zeros(2 ** (30 if setup.size == "paper" else 20), dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(setup, lambda: target.copy_(source)) / 1e12
-
-
-def finite_gradients() -> bool:
-    """Check that masked attention with very negative scores has finite gradients in bf16."""
-    query, key, value = (torch.randn(1, 8, KEYS, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    query, key = (query.abs() + 4).requires_grad_(), (-key.abs() - 4).requires_grad_()
-    mask = torch.ones(1, 1, KEYS, KEYS, dtype=torch.bool, device="cuda").tril()
-    scaled_dot_product_attention(query, key, value, attn_mask=mask).float().sum().backward()
-    return all(bool(leaf.grad.isfinite().all()) for leaf in (query, key) if leaf.grad is not None)
-
-
-def new_length_ms() -> float:
-    """Return the milliseconds of decoding a token with a new number of keys."""
-    query = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    keys = torch.randn(1, 8, NEW_LENGTHS.stop, 64, device="cuda", dtype=torch.bfloat16)
-    attend = lambda n: scaled_dot_product_attention(query, keys[:, :, :n], keys[:, :, :n])
-    attend(1000)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for n in NEW_LENGTHS:
-        attend(n)
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - started) / len(NEW_LENGTHS)
-
-
-def _with_kernels(kernels: list[SDPBackend], measure: Callable[[], object]) -> object:
-    """Measure with these attention kernels only; return the reason if there are none."""
-    try:
-        with sdpa_kernel(kernels):
-            return measure()
-    except RuntimeError as error:
-        return f"not measured: {str(error).splitlines()[0][:80]}"
 
 
 def _seconds(setup: Setup, run: Callable[[], object]) -> float:
