@@ -189,7 +189,7 @@ def _loaded_pair(engine: Engine, config: DeliveryBench, pair: tuple[str, str], s
             f"a prompt takes {config.memory_tokens + ROOM} tokens, but a model reads {window}: lower --memory-tokens"
         )
     most, gpu = max(config.concurrency), torch.cuda.is_available()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; vLLM reads it when it is imported
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; vLLM reads it when it is imported
     length = min(window, config.memory_tokens + 2 * ROOM)
     vllm = VllmEngine(
         max_model_len=length, max_num_seqs=most, enforce_eager=not gpu

@@ -1,4 +1,4 @@
-"""memcompiler bench memory recall: the share of a question's evidence that a memory packs, by category; no model is needed."""
+"""memcompiler bench recall: the share of a question's evidence that a memory packs, by category; no model is needed."""
 
 from __future__ import annotations
 

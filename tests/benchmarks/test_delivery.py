@@ -249,7 +249,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
         capture_output=True,
         text=True,
         timeout=560,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((out / "results.json").read_text())
