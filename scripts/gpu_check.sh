@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check this code on a machine with CUDA within a time limit and without downloads: parity with the CPU, SFT and GRPO steps
-# at the paper's shapes with random weights, decoding, a short training run, several GPUs, and vLLM (docs/gpu.md).
+# Check this code on a machine with CUDA within a time limit and without downloads: parity with the CPU, SFT and GRPO
+# steps at the paper's shapes with random weights, decoding, a short training run, several GPUs, vLLM (docs/gpu.md).
 #
 #   bash scripts/gpu_check.sh                      # 25 minutes; a second call runs the missing parts
 #   bash scripts/gpu_check.sh --minutes 9          # the same parts in nine minutes
@@ -8,8 +8,8 @@
 #   bash scripts/gpu_check.sh --size tiny          # only checks that all parts run
 #
 # PYTHON: interpreter (default: .venv/bin/python, else python3). OUT: folder of gpu_check.json, gpu_check.md and
-# gpu_check.tgz (default: runs/gpu-check). Missing packages are installed into a temporary folder from the wheels in .whl/,
-# which `make gpu-check` fetches.
+# gpu_check.tgz (default: runs/gpu-check). Missing packages are installed into a temporary folder from the wheels in
+# .whl/, which `make gpu-check` fetches.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

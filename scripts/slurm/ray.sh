@@ -17,8 +17,8 @@
 #   on two nodes; evaluation on four
 #       sbatch --nodes=2 scripts/slurm/ray.sh train grpo -c grpo/paper cluster=ray tasks=16 --out runs/grpo
 #       sbatch --nodes=4 scripts/slurm/ray.sh eval -c eval/alfworld cluster=ray ray.gpus=1 --out runs/eval --on-exists resume
-# Arguments are a memcompiler command. Ray listens on all addresses of its nodes; clients need the job's random token, which
-# only its processes' environment holds.
+# Arguments are a memcompiler command. Ray listens on all addresses of its nodes; clients need the job's random token,
+# which only its processes' environment holds.
 
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/scripts/slurm/job.sh"
