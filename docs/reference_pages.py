@@ -45,9 +45,7 @@ def settings_page() -> str:
     from configs.training import GrpoConfig, SftConfig
 
     roots = [CollectConfig, SftConfig, GrpoConfig, EvalConfig, ServeConfig, QuickstartConfig]
-    parts = [
-        "# Settings\n\nGenerated from the typed settings. Set them in YAML (`-c NAME`) or as `a.b=c` on the command line."
-    ]
+    parts = ["# Settings\n\nGenerated from the typed settings. Set them in YAML or as `a.b=c` on the command line."]
     seen: list[type[BaseModel]] = []
     for model in _models(roots):
         if model not in seen:

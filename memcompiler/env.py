@@ -105,26 +105,3 @@ def parity(
     typer.echo(f"differences: {total.different} in {total.steps} steps")
     if total.different:
         raise typer.Exit(1)
-
-
-def bench_env(
-    games: Games,
-    number: Annotated[int, typer.Option(min=1, help="Number of games, alternating between splits and task types.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per game.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the games and of the walks.")] = 0,
-) -> None:
-    """Measure resets and steps per second of TextWorld and the native engine on the same games and commands."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from envs.alfworld.parity import choose_games, find_games, measure
-
-    found = find_games(games)
-    textworld, native = measure(choose_games(found, number, seed), steps, seed)
-    table = Table(title=f"{number} games, {steps} steps each, seed {seed}")
-    for name in ("", "reading a game, ms", "resets/s once read", "steps/s with commands"):
-        table.add_column(name, justify="right")
-    for name, t in (("TextWorld", textworld), ("native", native)):
-        table.add_row(name, f"{1e3 * t.load:.2f}", f"{1 / t.reset:,.1f}", f"{1 / t.step:,.1f}")
-    Console(width=120).print(table)
-    typer.echo(f"ratio: {textworld.step / native.step:.0f}")

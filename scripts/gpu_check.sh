@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
-# What a machine with CUDA does with this code, within the minutes that it is given and without a download: parity with
-# the CPU, steps of SFT and GRPO at the paper's shapes with random weights, decoding, a short training run, several GPUs,
-# vLLM (docs/gpu.md).
+# Check this code on a machine with CUDA within a time limit and without downloads: parity with the CPU, SFT and GRPO
+# steps at the paper's shapes with random weights, decoding, a short training run, several GPUs, vLLM (docs/gpu.md).
 #
-#   bash scripts/gpu_check.sh                      # 25 minutes; started again, it runs the parts that are missing
-#   bash scripts/gpu_check.sh --minutes 9          # the same parts, each with its share of nine minutes
-#   bash scripts/gpu_check.sh --part parity        # one part; with --again also where it is recorded
-#   bash scripts/gpu_check.sh --size tiny          # a look at whether all parts run
+#   bash scripts/gpu_check.sh                      # 25 minutes; a second call runs the missing parts
+#   bash scripts/gpu_check.sh --minutes 9          # the same parts in nine minutes
+#   bash scripts/gpu_check.sh --part parity        # one part; --again repeats a recorded one
+#   bash scripts/gpu_check.sh --size tiny          # only checks that all parts run
 #
-# PYTHON is the interpreter (default: .venv/bin/python, else python3), OUT the folder (default: runs/gpu-check) that gets
-# gpu_check.json, gpu_check.md and gpu_check.tgz. Packages that the interpreter lacks are installed from the wheels in
-# .whl/ (`make gpu-check` fetches them), into a temporary folder.
+# PYTHON: interpreter (default: .venv/bin/python, else python3). OUT: folder of gpu_check.json, gpu_check.md and
+# gpu_check.tgz (default: runs/gpu-check). Missing packages are installed into a temporary folder from the wheels in
+# .whl/, which `make gpu-check` fetches.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
-# What the parts import. trl, deepspeed, datasets, lancedb, openai and vllm are not needed.
+# Imports of the parts; trl, deepspeed, datasets, lancedb, openai and vllm are optional.
 needed="torch transformers peft accelerate safetensors numpy PIL jinja2 pydantic omegaconf typer rich httpx tenacity
 huggingface_hub tokenizers"
 missing() {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-NO_PACKAGES = {"docs", "out", "build", "dist", "tests"}
+NO_PACKAGES = {"docs", "out", "build", "dist", "tests", "experiments"}
 
 
 @pytest.fixture

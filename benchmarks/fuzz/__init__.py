@@ -1,0 +1,1 @@
+"""Fuzzer: seeded, generated and damaged inputs to everything that parses external data."""

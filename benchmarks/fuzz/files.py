@@ -1,4 +1,4 @@
-"""Targets that read files: rows, checkpoints, run folders, journals, stores; each damaged in one place."""
+"""Targets that read files: rows, checkpoints, run folders, journals and stores, each damaged in one place."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from training.checkpoint import model_card
 
 STEP, CONFIG, ENVIRONMENT = "sft/checkpoints/step-000001", run_folder.CONFIG, run_folder.ENVIRONMENT
 SETTINGS = {"collect": CollectConfig(), "eval": EvalConfig(), "sft": EvalConfig()}
-SYSTEMS = [name for name in registry.BUILT_IN if name != bank.MemoryBank.name]  # whose state is a journal
-JSON: Mapping[str, Any] = {  # files of the sample
+SYSTEMS = [name for name in registry.BUILT_IN if name != bank.MemoryBank.name]  # systems with a journal
+JSON: Mapping[str, Any] = {  # sample files
     **{f"{part}/{ENVIRONMENT}": {"git": {"commit": "a"}, "resumed": [{"cpus": 1}], "cpus": 1} for part in SETTINGS},
     f"{STEP}/state.json": {"step": 1, "seed": 0, "environment": "household", "executor_reads": {"history": 20}},
     f"{STEP}/adapter/adapter_config.json": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]},
@@ -82,18 +82,18 @@ JSON: Mapping[str, Any] = {  # files of the sample
 
 
 @cache
-def held() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder for the files of this process, in memory where the machine has such a place."""
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    """Create this process's folder, in shared memory if possible."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None, prefix="fuzz-")
 
 
 def folder() -> Path:
-    return Path(held().name)
+    return Path(temporary().name)
 
 
 @cache
 def sample() -> Path:
-    """Make small run folders as the commands leave them, the same ones in every process."""
+    """Create small run folders as the commands write them, deterministically."""
     root = folder() / "runs"
     for name, value in JSON.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def sample() -> Path:
     for each in played:
         runs.EpisodeRecord(root / "eval").append(each)
     meta = {"environment": "household", "split": "test", "seed": 0, "n_tasks": 2, "complete": True, "max_steps": 4}
-    made = metrics.results({"compiled": played}, meta, budgets={"compiled": [2]})
-    (root / "eval" / runs.RESULTS).write_text(to_json(made))
+    summary = metrics.results({"compiled": played}, meta, budgets={"compiled": [2]})
+    (root / "eval" / runs.RESULTS).write_text(to_json(summary))
     rows.save_rows([row for each in played for row in rows.rows_of(each, {})], root / "collect/rows")
     manifest = Manifest.of("household", [spec.task for spec in specs])
     manifest.write(root / "collect" / leakage.MANIFEST)
@@ -131,7 +131,7 @@ def sample() -> Path:
     return root
 
 
-# -- what reads them --
+# -- readers --
 
 
 def opened(name: str, path: Path) -> MemorySystem:
@@ -140,9 +140,9 @@ def opened(name: str, path: Path) -> MemorySystem:
 
 
 def recalled(memory: MemorySystem, task: Task) -> list[tuple[str, str]]:
-    """Ask a memory for a task and with a question."""
-    asked = memory.recall([Query(task), Query.question(task.goal, 50, scene=task.scene)])
-    return [(entry.id, entry.text) for recall in asked for entry in recall.entries]
+    """Recall entries for a task and for a question."""
+    recalls = memory.recall([Query(task), Query.question(task.goal, 50, scene=task.scene)])
+    return [(entry.id, entry.text) for recall in recalls for entry in recall.entries]
 
 
 def ledger_used(path: Path) -> None:
@@ -154,7 +154,7 @@ def ledger_used(path: Path) -> None:
 
 
 def resumed(run: Path) -> None:
-    """Go on with a run; what git and the driver say of this machine, which takes long, is left out."""
+    """Resume a run, without the slow description of this machine."""
     load_config(type(SETTINGS[run.name]), run / CONFIG)
     with patch("configs.run_folder.describe_environment", dict):
         run_folder.RunFolder.create(run, SETTINGS[run.name], on_exists="resume").record(device="cpu")
@@ -174,12 +174,17 @@ def episodes_read(run: Path, path: Path) -> None:
     runs.EpisodeRecord(run).played()
 
 
-Read = Callable[[Path, Path], object]  # of the part of the sample, and of the file
+Read = Callable[[Path, Path], object]  # reads the run folder, given also the damaged file
 OTHER = Task("other", "put a mug in cabinet", "home 1", "test", "put")
-OF_STEP = (checkpoint.executor_reading, checkpoint.environment, checkpoint.load_projector, checkpoint.lora_config)
+CHECKPOINT_READERS = (
+    checkpoint.executor_reading,
+    checkpoint.environment,
+    checkpoint.load_projector,
+    checkpoint.lora_config,
+)
 READERS: Mapping[str, Sequence[Read]] = {
     "sft": [
-        *((lambda run, path, read=read: read(run.parent / STEP)) for read in (*OF_STEP, model_card)),
+        *((lambda run, path, read=read: read(run.parent / STEP)) for read in (*CHECKPOINT_READERS, model_card)),
         lambda run, path: gate.need_of(str(run.parent / STEP)),
         lambda run, path: plots.read_metrics(run / run_folder.METRICS),
     ],
@@ -195,13 +200,13 @@ READERS: Mapping[str, Sequence[Read]] = {
     **{name: [lambda run, path: read_question_sets(path)] for name in ("locomo.json", "ama.jsonl")},
     **{name: [lambda run, path: (recalled(opened(run.name, run), OTHER), memories.system_of(run))] for name in SYSTEMS},
 }
-# What a command ends with in one line.
-KNOWN = (ValueError, FileNotFoundError, checkpoint.CheckpointError, BankError, EndpointStop, EnvironmentFailure)
+# Errors that a command reports in one line.
+KNOWN_ERRORS = (ValueError, FileNotFoundError, checkpoint.CheckpointError, BankError, EndpointStop, EnvironmentFailure)
 
 
 @cache
 def names_of(kind: str) -> list[str]:
-    """List the sample's files of a kind."""
+    """List the sample files of a kind: runs, rows, games or stores."""
     files = sorted(path for path in sample().rglob("*") if path.is_file() and not path.name.startswith("."))
     names = [path.relative_to(sample()).as_posix() for path in files]
     kinds = {"collect/rows": "rows", "alfworld": "games", "answers": "stores", **dict.fromkeys(SYSTEMS, "stores")}
@@ -225,7 +230,7 @@ def make_file(rng: Random, kind: str) -> dict[str, bytes]:
 
 
 def check_file(given: Mapping[str, bytes]) -> None:
-    """Write one damaged file; expect of everything that reads it an error that is known, and names the file."""
+    """Write one damaged file; every reader must accept it or raise a known error that names the file."""
     [(name, data)] = given.items()
     part, path = name.partition("/")[0], sample() / name
     reads = [*READERS[part], lambda run, path: resumed(run)] if name.endswith((CONFIG, ENVIRONMENT)) else READERS[part]
@@ -234,7 +239,7 @@ def check_file(given: Mapping[str, bytes]) -> None:
         for read in reads:
             try:
                 read(sample() / part, path)
-            except KNOWN as error:
+            except KNOWN_ERRORS as error:
                 named = path.name in str(error) or path.parent.name in str(error)
                 expect(named, f"a message does not name {path.name}: {type(error).__name__}: {error}")
     finally:
@@ -242,11 +247,11 @@ def check_file(given: Mapping[str, bytes]) -> None:
             (sample() / changed).write_bytes(content(changed))
 
 
-# -- what is written and read back --
+# -- round trips --
 
 
 def make_traces(rng: Random) -> list[dict[str, Any]]:
-    """Make episodes of one attempt: fields of their tasks and of their records."""
+    """Draw episodes: fields of their tasks and of their records."""
     step = lambda: [text(rng, 3), pick(rng, ("look", text(rng, 2), "take mug 1 from shelf 1")), text(rng, 5)]
     names = lambda: {"id": text(rng, 1), "goal": text(rng, 3), "scene": pick(rng, ("home 1", text(rng, 1)))}
     steps = lambda: [step() for _ in range(rng.randint(0, 3))]
@@ -254,7 +259,7 @@ def make_traces(rng: Random) -> list[dict[str, Any]]:
 
 
 def lancedb_traces(rng: Random) -> list[dict[str, Any]]:
-    """Import what the bank imports at its first use, which takes seconds."""
+    """Draw episodes after importing lancedb, which takes longer than the time limit."""
     import_module("lancedb")
     return make_traces(rng)
 
@@ -272,15 +277,14 @@ def emptied(name: str) -> Path:
 
 
 def check_journal(given: Sequence[Mapping[str, Any]]) -> None:
-    made, path = [journal.Row((trace(each),), {"a": each["goal"]}) for each in given], emptied("journal")
-    journal.Journal(path).append(made)
-    expect(
-        list(journal.Journal(path)) == list({row.key: row for row in made}.values()), "a journal reads back as another"
-    )
-    ask = lambda each: Question(each["id"], each["goal"], each["why"])
-    asked = [QuestionSet(each["id"], (trace(each),), (ask(each),)) for each in given]
-    save_question_sets(asked, path / "cases.jsonl")
-    expect(load_question_sets(path / "cases.jsonl") == asked, "cases of questions read back as others")
+    entries, path = [journal.Row((trace(each),), {"a": each["goal"]}) for each in given], emptied("journal")
+    journal.Journal(path).append(entries)
+    last = {row.key: row for row in entries}
+    expect(list(journal.Journal(path)) == list(last.values()), "a journal reads back as another")
+    question = lambda each: Question(each["id"], each["goal"], each["why"])
+    written = [QuestionSet(each["id"], (trace(each),), (question(each),)) for each in given]
+    save_question_sets(written, path / "cases.jsonl")
+    expect(load_question_sets(path / "cases.jsonl") == written, "questions read back as others")
 
 
 def check_memory(given: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -312,8 +316,8 @@ def make_episode(rng: Random) -> Any:
 
 
 def check_episode(given: Any) -> None:
-    made = episode_from_json(json.loads(to_json(given))).to_json()  # as it is on disk: no number but finite ones
-    expect(episode_from_json(json.loads(to_json(made))).to_json() == made, "an episode reads back as another")
+    record = episode_from_json(json.loads(to_json(given))).to_json()  # as on disk: finite numbers only
+    expect(episode_from_json(json.loads(to_json(record))).to_json() == record, "an episode reads back as another")
 
 
 TARGETS = (

@@ -1,4 +1,4 @@
-"""Generated inputs: texts full of marks and rare characters, JSON values, and damage done to valid samples."""
+"""Generate inputs: texts of marks and rare characters, JSON values, and damaged copies of valid samples."""
 
 from __future__ import annotations
 
@@ -148,20 +148,20 @@ KEYS = ("", *"id key text task goal success step t base name steps attempts __cl
 
 
 def text(rng: Random, most: int = 6) -> str:
-    """Join up to `most` words, marks and rare characters; once in a thousand, make it long."""
+    """Join up to `most` words, marks and rare characters; return a long text once in a thousand."""
     if rng.random() < 0.001:
         return rng.choice((*WORDS, *MARKS, *RARE)) * rng.randint(500, 5000)
     return "".join(_piece(rng) for _ in range(rng.randint(0, most)))
 
 
 def _piece(rng: Random) -> str:
-    """Draw a piece; never a low surrogate, which JSON would join with a high one before it."""
+    """Draw a piece without low surrogates, which JSON would join with a preceding high one."""
     pool = rng.choices((WORDS, MARKS, RARE, None), (6, 3, 2, 1))[0]
     return (rng.choice(pool) if pool else chr(rng.randrange(0x110000) & ~0x400)) + (" " if rng.random() < 0.5 else "")
 
 
 def line(rng: Random, most: int = 4) -> str:
-    """Make a non-empty text without white space but single blanks."""
+    """Return a non-empty text whose only white space is single blanks."""
     return " ".join(text(rng, most).split()) or "mug"
 
 
@@ -170,7 +170,7 @@ def texts(rng: Random, most: int = 4, make: Callable[[Random], str] = text) -> t
 
 
 def value(rng: Random, depth: int = 2) -> Any:
-    """Make a JSON value, numbers that are not finite among them."""
+    """Return a random JSON value, including non-finite numbers."""
     kind = rng.randrange(7 if depth else 5)
     if kind < 2:
         return text(rng, 3)
@@ -182,7 +182,7 @@ def value(rng: Random, depth: int = 2) -> Any:
 
 
 def mutated(rng: Random, sample: Any, most: int = 3) -> Any:
-    """Copy a JSON value with up to `most` places deleted, doubled, renamed, wrapped, nested or of another type."""
+    """Copy a JSON value with up to `most` places deleted, copied, wrapped, nested or of another type."""
     root = [copy.deepcopy(sample)]
     for _ in range(rng.randint(0, most)):
         node, key = root, 0
@@ -206,7 +206,7 @@ def mutated(rng: Random, sample: Any, most: int = 3) -> Any:
 
 
 def json_text(rng: Random, sample: Any) -> str:
-    """Write a value as JSON, whole or damaged: cut, a key twice, another encoding's mark, endless nesting."""
+    """Write a value as JSON, intact or damaged: cut, with a duplicate key, a byte order mark or deep nesting."""
     written = json.dumps(sample, ensure_ascii=rng.random() < 0.7)
     change = rng.random()
     if change < 0.7:
@@ -231,7 +231,7 @@ def _cut(rng: Random, written: str) -> str:
 
 
 def damaged(rng: Random, data: bytes) -> bytes:
-    """Copy bytes with a bit flipped, a stretch cut, doubled, zeroed or replaced at random."""
+    """Copy bytes with a bit flipped, or a range removed, doubled, zeroed or replaced."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randint(0, len(data))
         to = min(len(data), at + rng.choice((1, 4, 64, len(data))))

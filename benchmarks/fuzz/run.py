@@ -1,4 +1,4 @@
-"""`memcompiler bench fuzz`: all targets, a table, and each different fault once with what replays it."""
+"""`memcompiler bench fuzz`: run the targets, and print each distinct fault with the options that replay it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from benchmarks.fuzz import files, services, texts
 from benchmarks.fuzz.target import Target, interrupting
 
-LONGEST = 400  # characters of an input or a message that are printed
+LONGEST = 400  # printed characters of an input or message
 TARGETS = (*texts.TARGETS, *services.TARGETS, *files.TARGETS)
 
 
-def run_bench_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (), only: str | None = None) -> int:
-    """Check inputs of all targets, or of some, or the one that `only` names (TARGET:NUMBER). Returns how many faults
-    there are.
+def run_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (), only: str | None = None) -> int:
+    """Run all targets, those of `names`, or the one input `only` (TARGET:NUMBER); return the number of faults.
 
     Raises:
-        ValueError: no such target, or no number.
+        ValueError: a target is unknown, or `only` has no number.
     """
     known = {target.name: target for target in TARGETS}
     name, _, number = (only or "").partition(":")
@@ -31,7 +30,7 @@ def run_bench_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (
     print(f"{'target':<24}{'inputs':>10}{'faults':>8}{'inputs/s':>10}  of processor time")
     faults = done = 0
     with interrupting(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries, about what was damaged
+        warnings.simplefilter("ignore")  # libraries warn about damaged files
         for target in map(known.__getitem__, wanted):
             numbers = [int(number)] if only else range(max(1, round(inputs * target.share / total)))
             faults, done = faults + _run(target, seed, numbers), done + len(numbers)
@@ -40,9 +39,9 @@ def run_bench_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (
 
 
 def _run(target: Target, seed: int, numbers: Sequence[int]) -> int:
-    """Check inputs of one target and print its row and its faults. Returns how many inputs are faulty."""
+    """Check inputs of one target, print its row and its faults, and return the number of faulty inputs."""
     first, wrong = dict[str, tuple[int, str]](), 0
-    target.draw(seed, 0)  # what inputs are made of is loaded once
+    target.draw(seed, 0)  # loads the samples
     started = time.process_time()
     for number in numbers:
         if (fault := target.fault(target.draw(seed, number))) is not None:

@@ -1,4 +1,4 @@
-"""Targets that read what users and clients send: settings in files and on the command line, requests over HTTP."""
+"""Targets that read settings (files and command line) and HTTP requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMMANDS = {
     "questions": collect.QuestionsConfig,
     "serve": ServeConfig,
 }
-SIGNED = {"seed", "scene_seed", "init_log_sigma"}  # settings that may be negative
+SIGNED = {"seed", "scene_seed", "init_log_sigma"}  # settings with negative values
 VALUES = ".nan|.inf|-.inf||null|[]|{}|a: b|2001-01-01|1_000|0o17|1e3|yes|~|-1|0|1|0.5|-0.5|2|1e9".split("|")
 
 
@@ -49,14 +49,14 @@ VALUES = ".nan|.inf|-.inf||null|[]|{}|a: b|2001-01-01|1_000|0o17|1e3|yes|~|-1|0|
 
 @cache
 def schemas() -> dict[str, tuple[type[BaseModel], list[str]]]:
-    """List the settings of commands, environments and memory systems by name, with the paths of their fields."""
+    """Return the schemas of commands, environments and memory systems by name, with their field paths."""
     plugins = [each.find(name).settings for each in (environments, memories) for name in each.BUILT_IN]
     return {schema.__name__: (schema, _field_paths(schema)) for schema in (*COMMANDS.values(), *plugins)}
 
 
 @cache
 def shipped() -> list[tuple[str, bytes]]:
-    """List shipped files, with their schemas' names."""
+    """Return the name of the schema and the content of each shipped configuration."""
     files = [
         (file, COMMANDS.get(file.relative_to(CONFIGS).parts[0].partition(".")[0])) for file in CONFIGS.rglob("*.yaml")
     ]
@@ -101,7 +101,7 @@ def check_yaml(given: Mapping[str, bytes]) -> None:
 
 
 def check_config(config: BaseModel) -> None:
-    """Expect settings in their domains, which read back as they are written."""
+    """Expect settings within their domains and an equal round trip."""
     for path, number in numbers_of(config):
         expect(
             math.isfinite(number) and (number >= 0 or path.rpartition(".")[2] in SIGNED), f"out of its domain: {path}"
@@ -112,7 +112,7 @@ def check_config(config: BaseModel) -> None:
 
 
 def numbers_of(held: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of settings by path, but for those in dicts, which are others' arguments."""
+    """Yield the numbers of settings by path, except in dicts, which hold arguments of other libraries."""
     if isinstance(held, BaseModel):
         for name in type(held).model_fields:
             yield from numbers_of(getattr(held, name), f"{path}.{name}")
@@ -154,7 +154,7 @@ def check_body(given: bytes) -> None:
 
 
 class Silent:
-    """A compiler that says nothing."""
+    """A compiler that emits NOACTION."""
 
     broken, decoding, projector = None, Decoding(), SimpleNamespace(config=SimpleNamespace(emb_std=0.5))
 
@@ -163,20 +163,20 @@ class Silent:
 
 
 @cache
-def service() -> tuple[Any, asyncio.AbstractEventLoop]:
-    """Start a service whose key is "key"."""
+def application() -> tuple[Any, asyncio.AbstractEventLoop]:
+    """Start a service with the API key "key"."""
     from compiler.server.app import service_app
     from compiler.server.service import CompilerService
 
-    made: Any = CompilerService(Silent, ServeConfig(max_body_mib=1), gather_s=0.0)  # pyright: ignore[reportArgumentType]
-    made.start()
-    while made.trouble is not None:
+    service: Any = CompilerService(Silent, ServeConfig(max_body_mib=1), gather_s=0.0)  # pyright: ignore[reportArgumentType]
+    service.start()
+    while service.trouble is not None:
         pass
-    return service_app(made, "key"), asyncio.new_event_loop()
+    return service_app(service, "key"), asyncio.new_event_loop()
 
 
 def make_http(rng: Random) -> dict[str, Any]:
-    service()
+    application()
     headers = {
         "authorization": pick(rng, ("Bearer key",) * 6 + ("Bearer é", text(rng, 1))),
         "content-length": pick(rng, ("", "3", "-1", "²", "9" * 30, "9" * 5000)),
@@ -192,24 +192,24 @@ def make_http(rng: Random) -> dict[str, Any]:
 
 
 def check_http(given: Mapping[str, Any]) -> None:
-    """Call the application as a server does."""
-    app, loop = service()
-    sent, told = [{"type": "http.request", "body": given["body"]}], list[Any]()
+    """Call the application through ASGI."""
+    app, loop = application()
+    sent, replies = [{"type": "http.request", "body": given["body"]}], list[Any]()
 
     async def receive() -> Any:
         return sent.pop() if sent else await asyncio.sleep(5, {"type": "http.disconnect"})
 
     async def send(message: Any) -> None:
-        told.append(message)
+        replies.append(message)
 
     headers = [(name.encode(), held.encode("latin-1", "replace")) for name, held in given["headers"].items()]
     where = {"method": given["method"], "path": given["path"], "raw_path": b"/", "query_string": b"", "root_path": ""}
     client = {"scheme": "http", "http_version": "1.1", "server": ("a", 1), "client": ("b", 2), "headers": headers}
     loop.run_until_complete(app({"type": "http", **where, **client}, receive, send))
-    status, body = told[0]["status"], b"".join(message.get("body", b"") for message in told[1:])
+    status, body = replies[0]["status"], b"".join(message.get("body", b"") for message in replies[1:])
     expect(status in (200, 401, 404, 405, 413, 422), f"status {status}")
     if given["path"] == "/compile" and given["method"] == "POST":
-        expect("error" in json.loads(body) or status == 200, "a refusal says no reason")
+        expect("error" in json.loads(body) or status == 200, "a refusal gives no reason")
 
 
 def make_reply(rng: Random) -> Any:
@@ -224,7 +224,7 @@ def make_reply(rng: Random) -> Any:
         "emb_std": 0.5,
     }
     tensors = {"mu": tensor, "log_sigma": tensor, "z": pick(rng, (None, tensor)), "noise": None}
-    made = {
+    reply = {
         "text": said,
         "kind": str(parse(said).emission.kind),
         "parse_error": parse(said).error,
@@ -236,7 +236,7 @@ def make_reply(rng: Random) -> Any:
         "latent_logprobs": None,
         "seconds": {"queue": 0.0, "compile": 0.1},
     }
-    return mutated(rng, {**made, **numbers, **tensors, **lists})
+    return mutated(rng, {**reply, **numbers, **tensors, **lists})
 
 
 @cache
@@ -245,8 +245,8 @@ def client() -> RemoteCompiler:
 
 
 def check_reply(given: Any) -> None:
-    made = client()._read(given, CompileRequest("g", (), None, "o"))
-    expect(made.parse_error or made.emission == parse(made.text).emission, "a reply says something else")
+    reply = client()._read(given, CompileRequest("g", (), None, "o"))
+    expect(reply.parse_error or reply.emission == parse(reply.text).emission, "a reply reads back as another emission")
 
 
 TARGETS = (

@@ -1,7 +1,7 @@
-"""What is fuzzed: a target makes inputs and checks what reads them.
+"""Fuzz targets: each generates inputs and checks the code that reads them.
 
-A fault is an exception that the function does not document, more than LIMIT_S seconds for one input, or a changed
-meaning (`Fault`): a round trip that differs, text that became structure, a value out of its domain that was accepted.
+A fault is an undocumented exception, more than LIMIT_S seconds for one input, or a changed meaning (`Fault`): a round
+trip that differs, text that became structure, or an accepted value outside its domain.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-LIMIT_S, TRIES = 2.0, 300  # seconds of one input; attempts at a smaller one
+LIMIT_S, TRIES = 2.0, 300  # seconds per input; attempts to shrink it
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fault(AssertionError):
-    """The meaning of an input changed silently."""
+    """An input was read with another meaning."""
 
 
 class Hang(BaseException):
-    """One input took too long; no `except Exception` may swallow this."""
+    """One input took too long; a BaseException, so that no `except Exception` swallows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`make` draws an input, `check` reads it; `raises` are the errors that what it reads documents. `share`: how many
-    inputs it gets beside others; less where an input costs milliseconds."""
+    """A generator of inputs and a check.
+
+    Attributes:
+        make: draws an input.
+        check: reads the input.
+        raises: documented errors of the code under test.
+        share: weight in the number of inputs; low for slow targets.
+    """
 
     name: str
     make: Callable[[Random], Any]
@@ -39,14 +45,14 @@ class Target:
     share: float = 1.0
 
     def draw(self, seed: int, number: int) -> Any:
-        """Make an input, which follows from seed, target and number alone."""
+        """Draw an input, determined by seed, target and number."""
         return self.make(Random(f"{seed}:{self.name}:{number}"))
 
     def fault(self, given: Any) -> tuple[str, str] | None:
-        """Check an input. Returns its fault and where that is, which tells it from others; None for none."""
+        """Check an input; return the fault's message and a key that identifies it, or None."""
         try:
-            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of processor time
-            signal.setitimer(signal.ITIMER_REAL, 5 * LIMIT_S)  # of waiting
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # processor time
+            signal.setitimer(signal.ITIMER_REAL, 5 * LIMIT_S)  # wall time
             self.check(given)
         except self.raises:
             return None
@@ -64,7 +70,7 @@ class Target:
         return None
 
     def shrink(self, given: Any, where: str) -> Any:
-        """Drop parts of an input as long as it shows the same fault."""
+        """Remove parts of an input while it shows the same fault."""
         left = 0 if where.startswith("Hang") else TRIES
         smaller = _smaller(given)
         while left and (candidate := next(smaller, None)) is not None:
@@ -76,7 +82,7 @@ class Target:
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """Have the timers of `Target.fault` raise Hang inside the block; restore what used them before."""
+    """Make the timers of `Target.fault` raise Hang inside the block; restore handlers and timer afterwards."""
 
     def hang(number: int, frame: object) -> None:
         raise Hang(f"more than {LIMIT_S:g} s")
@@ -91,14 +97,14 @@ def interrupting() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def expect(holds: object, what: str) -> None:
-    """Raise Fault unless it holds."""
+def expect(holds: object, message: str) -> None:
+    """Raise Fault unless `holds`."""
     if not holds:
-        raise Fault(what)
+        raise Fault(message)
 
 
 def _smaller(given: Any) -> Iterator[Any]:
-    """Yield inputs with less in them: without slices of texts and lists, without keys, and the same further down."""
+    """Yield smaller inputs: without slices of texts and lists, without keys, recursively."""
     if isinstance(given, dict):
         yield from ({k: v for k, v in given.items() if k != key} for key in given)
         yield from ({**given, key: inner} for key, held in given.items() for inner in _smaller(held))

@@ -1,4 +1,4 @@
-"""Targets that read texts: answers of endpoints, the emission language, Brief States, prompts, environments."""
+"""Targets that read texts: endpoint answers, the emission language, Brief States, prompts and actions."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ ADMISSIBLE = (
 REASONING = "SECRET REASONING"
 
 
-# -- answers of endpoints --
+# -- endpoint answers --
 
 
 def make_answer(rng: Random) -> tuple[str, str]:
-    """Make a response body, as servers write it or damaged; and what it says, where it is whole."""
+    """Draw a response body, intact or damaged, and its text if it is intact."""
     said = text(rng) or "look"
     content: Any = pick(
         rng, (said, f"<think>{REASONING}</think>{said}", [{"type": "text", "text": said}], None, "", value(rng))
@@ -79,7 +79,7 @@ def check_answer(given: tuple[str, str]) -> None:
     expect(REASONING not in answer.text, "reasoning is part of an answer")
     expect(min(answer.tokens_in, answer.tokens_out) >= 0, "a count of tokens is negative")
     plain = said.isascii() and not any(mark in said for mark in "<`")
-    expect(not said or not plain or answer.text.split() == said.split(), "an answer says something else")
+    expect(not said or not plain or answer.text.split() == said.split(), "an answer reads back as another text")
     for read in (read_emission, lambda answer: read_emission(Answer(answer.text, 0, 0, True))):
         check_emission(read(answer).emission)
 
@@ -100,7 +100,7 @@ def check_vectors(given: tuple[str, int]) -> None:
 
 
 def make_action(rng: Random) -> tuple[str, tuple[str, ...] | None, str]:
-    """Make an answer, the admissible commands, and which one of them it means ("" for any)."""
+    """Draw an answer, the admissible commands, and the intended one ("" for any)."""
     command = pick(rng, ADMISSIBLE)
     said = pick(rng, (command, command.upper(), command.replace(" ", "  ")))
     if rng.random() < 0.3:
@@ -114,7 +114,7 @@ def check_action(given: tuple[str, tuple[str, ...] | None, str]) -> None:
     known = action in (admissible or ())
     expect(known or how in (Grounding.FREE, Grounding.FAILED), "an action is not admissible")
     expect(known or len(action.splitlines()) < 2, "an action has two lines")
-    expect(not meant or action == meant, "another command was meant")
+    expect(not meant or action == meant, "another command was intended")
 
 
 READERS: tuple[Callable[[str], Any], ...] = (
@@ -154,8 +154,8 @@ OPERATIONS = {"+": brief_state.Create, "~": brief_state.Update, "-": brief_state
 
 
 def emission(guidance: str, reason: str, ops: Sequence[Sequence[str]]) -> Emission:
-    made = [OPERATIONS[sigil](*fields[: 1 if sigil in "-^" else 2]) for sigil, *fields in ops]
-    return Emission(guidance, reason, tuple(made))
+    operations = [OPERATIONS[sigil](*fields[: 1 if sigil in "-^" else 2]) for sigil, *fields in ops]
+    return Emission(guidance, reason, tuple(operations))
 
 
 def make_emission(rng: Random) -> tuple[str, str, list[list[str]]]:
@@ -175,7 +175,7 @@ def make_lines(rng: Random) -> str:
 
 def check_lines(given: str) -> None:
     parsed = parse(given)
-    expect(parsed.error is None or parsed.emission == Emission(), "a failed emission says something")
+    expect(parsed.error is None or parsed.emission == Emission(), "a failed emission has content")
     check_emission(parsed.emission)
 
 
@@ -188,7 +188,7 @@ def check_state(given: tuple[str, list[list[str]]]) -> None:
     goal, ops = given
     state = BriefState(goal)
     for op in ops:
-        with suppress(ValueError):  # an operation with an empty field is no emission
+        with suppress(ValueError):  # an operation with an empty field is invalid
             state, _ = brief_state.apply_ops(emission("", "", [op]).ops, state)
     written = render_brief_state(state)
     expect(len(written.splitlines()) <= 5, "a text became a line of the Brief State")
@@ -204,10 +204,10 @@ def make_state_text(rng: Random) -> str:
 
 def check_state_text(given: str) -> None:
     written = render_brief_state(parse_brief_state(given))
-    expect(render_brief_state(parse_brief_state(written)) == written, "a Brief State is written in another way")
+    expect(render_brief_state(parse_brief_state(written)) == written, "a Brief State is rendered differently")
 
 
-# -- prompts, and those who act by rule --
+# -- prompts and rule-based readers --
 
 
 def make_step(rng: Random) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def make_step(rng: Random) -> dict[str, Any]:
 
 def compile_request(given: Mapping[str, Any]) -> CompileRequest:
     origin = Provenance("t", "home 1", "", "train", True)
-    memory = tuple(MemoryEntry(f"e{i}", told, origin) for i, told in enumerate(given["memory"]))
+    memory = tuple(MemoryEntry(f"e{i}", text, origin) for i, text in enumerate(given["memory"]))
     return CompileRequest(
         given["goal"], memory, BriefState(" ".join(given["goal"].split())), given["observation"], None, given["history"]
     )
@@ -236,7 +236,7 @@ def executor_request(given: Mapping[str, Any]) -> ExecutorRequest:
 
 
 def check_step(given: Mapping[str, Any]) -> None:
-    """Have everything that acts, reads or discloses by rule read a step."""
+    """Run every rule-based executor, reader and discloser on a step."""
     check_emission(disclose(compile_request(given)))
     request = executor_request(given)
     for executor in (ScriptedPlanner(), ProgramExecutor()):
@@ -245,14 +245,17 @@ def check_step(given: Mapping[str, Any]) -> None:
     for name in BUILT_IN:
         reader, actions, scene = find(name).reader, given["history"], given["goal"]
         plan = [*actions, *given["admissible"]]
-        told = [
+        outputs = [
             reader.rationale(scene, actions),
             *reader.subgoals(plan, given["goal"], frozenset(plan)),
             *reader.steps(plan),
         ]
-        told += [reader.lacking(told[0], given["observation"]), *reader.likes(told[0] or "x 1", given["observation"])]
-        told += [reader.sentence(scene, fact.need, fact.place) for fact in reader.facts(plan)]
-        expect(all(isinstance(each, str) for each in told), "a reader of commands gives something else than text")
+        outputs += [
+            reader.lacking(outputs[0], given["observation"]),
+            *reader.likes(outputs[0] or "x 1", given["observation"]),
+        ]
+        outputs += [reader.sentence(scene, fact.need, fact.place) for fact in reader.facts(plan)]
+        expect(all(isinstance(each, str) for each in outputs), "a command reader returns a non-text")
         for read in (reader.searched, reader.need, find(name).views):
             read(plan)
         reader.here(given["observation"], actions)
@@ -271,7 +274,7 @@ def encoder() -> Any:
 
 
 def check_prompt(given: Mapping[str, Any]) -> None:
-    """Expect that marks in data are text: no reserved token, and no more turns than there are."""
+    """Expect that marks in data stay text: no reserved token and no additional turn."""
     from lm.prompt import Part
 
     parts = [Part(executor_text(executor_request(given), ""))]
@@ -299,14 +302,14 @@ def make_play(rng: Random) -> list[Any]:
 
 
 def check_play(given: list[Any]) -> None:
-    """Play actions: texts, or numbers of possible commands."""
+    """Play actions: texts, or indices of admissible commands."""
     env, tasks = household()
     seen = env.reset(tasks[given[0] % len(tasks)])
     for action in given[1:]:
         commands = seen.admissible or ("look",)
         step = env.step(action if isinstance(action, str) else commands[action % len(commands)])
         seen = step.observation
-        expect(0 <= step.progress <= 1 and seen.text and (step.success == step.done), "a step of no known form")
+        expect(0 <= step.progress <= 1 and seen.text and (step.success == step.done), "a malformed step")
         if step.done:
             return
 
@@ -314,8 +317,8 @@ def check_play(given: list[Any]) -> None:
 def make_gymnasium(rng: Random) -> dict[str, Any]:
     mask = lambda: pick(rng, ([1, 0, 1], [True], None, text(rng)))
     seen = lambda: pick(rng, (text(rng), {"text": text(rng), "goal": text(rng), "mask": mask()}, value(rng)))
-    told = {"mask": [0, 1, 1], "share": 0.5, "won": False}
-    info = lambda: pick(rng, (told, mutated(rng, told)))
+    valid = {"mask": [0, 1, 1], "share": 0.5, "won": False}
+    info = lambda: pick(rng, (valid, mutated(rng, valid)))
     named = {"goal": "goal", "admissible": "mask", "progress": "share", "success": "won", "image": "goal"}
     keys = {key: name for key, name in named.items() if rng.random() < 0.4}
     ends = lambda: (pick(rng, (0.0, 1.0, value(rng, 0))), rng.random() < 0.2, rng.random() < 0.1)
@@ -328,7 +331,7 @@ def check_gymnasium(given: Mapping[str, Any]) -> None:
 
     from envs.gymnasium.environment import GymnasiumTextEnvironment
 
-    class Made(gymnasium.Env):
+    class ScriptedEnv(gymnasium.Env):
         action_space = gymnasium.spaces.Discrete(3, start=given["start"])
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -340,14 +343,14 @@ def check_gymnasium(given: Mapping[str, Any]) -> None:
             return self.left.pop(0)
 
     names = ("pull lever one", "pull lever two", "pull lever three")
-    made = {"id": "made", "splits": {"a": {"seeds": (1,)}}, "goal": "win", "actions": names, "keys": given["keys"]}
-    env = GymnasiumTextEnvironment(made, Made)
+    settings = {"id": "made", "splits": {"a": {"seeds": (1,)}}, "goal": "win", "actions": names, "keys": given["keys"]}
+    env = GymnasiumTextEnvironment(settings, ScriptedEnv)
     try:
         env.reset(env.tasks("a")[0])
         for name in names:
             step = env.step(name)
             whole = 0 <= step.progress <= 1 and isinstance(step.success, bool) and isinstance(step.done, bool)
-            expect(whole, "a step of no known form")
+            expect(whole, "a malformed step")
             expect(set(step.observation.admissible or ()) <= set(names), "an admissible name that is no action")
             if step.done:
                 break

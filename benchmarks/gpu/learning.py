@@ -1,7 +1,6 @@
-"""SFT of the shipped models on generated homes: steps per second on this device and on the CPU, the losses, and
-success on held-out tasks before and after.
+"""Part `learning`: SFT of the shipped models on generated homes: steps/s, losses, and held-out success.
 
-Rows are the environment's expert's, made here, so that no package for data sets is needed.
+The expert's rows are created here, so that the package datasets is not needed.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from training.rollout import RolloutEngine
 from training.sft import SftTrainer, load_models
 from zoo.household.episodes import SPLIT, TEACHER, VISUAL, EntryPool, material
 
-SEED, MAX_STEPS = 901, 12  # of scenes that no shipped model was trained on; steps of an episode
+SEED, MAX_STEPS = 901, 12  # scenes that no shipped model was trained on; steps per episode
 SCENES = {"paper": 48, "tiny": 4}
 HELD_OUT = {"paper": 64, "tiny": 4}  # tasks
 STEPS = {"paper": 300, "tiny": 4}
 CPU_STEPS = {"paper": 5, "tiny": 2}
-SHOWN = 6  # rows of losses
+LOSS_ROWS = 6
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield the CPU's speed, then losses and speed of a run on the device, between two evaluations."""
-    read_text_alone()
+    """Yield the CPU's speed, then success before, losses and speed on the device, and success after."""
+    skip_processor()
     env, specs, pool = material(SCENES[setup.size], SEED)
-    apart = HELD_OUT[setup.size]
-    rows = expert_rows(env, specs[:-apart], pool)
+    held = HELD_OUT[setup.size]
+    rows = expert_rows(env, specs[:-held], pool)
     yield {"what": "rows", "value": len(rows)}
     with tempfile.TemporaryDirectory() as folder:
         cpu = make_trainer("cpu", rows, Path(folder) / "cpu", setup)
@@ -54,20 +53,26 @@ def measure(setup: Setup) -> Iterator[Row]:
             cpu.take_step()
         yield {"what": "steps/s on the CPU", "value": steps / (time.perf_counter() - started)}
         trainer = make_trainer(setup.device, rows, Path(folder) / "here", setup)
-        played = held_out(trainer, setup, specs[-apart:])
-        yield {"what": f"success on {apart} held-out tasks before", "value": success(played, trainer)}
+        evaluation = held_out_tasks(trainer, setup, specs[-held:])
+        yield {
+            "what": f"success on {held} held-out tasks before",
+            "value": evaluation.play(trainer.compiler)["eval_success"],
+        }
         yield from train(setup, trainer)
-        yield {"what": f"success on {apart} held-out tasks after", "value": success(played, trainer)}
+        yield {
+            "what": f"success on {held} held-out tasks after",
+            "value": evaluation.play(trainer.compiler)["eval_success"],
+        }
 
 
-def read_text_alone() -> None:
-    """Give the shipped compiler its tokenizer alone where torchvision, which its processor needs, is missing."""
+def skip_processor() -> None:
+    """Load the compiler's tokenizer instead of its processor if torchvision, which the processor needs, is missing."""
     if find_spec("torchvision") is None:
         lm.backbone.load_processor = lambda name, revision=None: AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: EntryPool) -> list[SftRow]:
-    """Have the environment's expert teach and act; return the rows of its steps."""
+    """Return the SFT rows of episodes that the expert teaches and plays."""
     teacher = Delivery("teacher", "compiled", TEACHER, soft=False)
     played = run_episodes(lambda: env, specs, teacher, ExpertExecutor(obeys=True), Limits(MAX_STEPS), 1)
     entries = {entry.id: entry for entry in pool.entries}
@@ -75,7 +80,7 @@ def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: E
 
 
 def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup) -> SftTrainer:
-    """Load the shipped models on a device, and make the quickstart's trainer for them."""
+    """Create the quickstart's trainer of the shipped models on a device."""
     where = [f"{role}.device={device}" for role in ("compiler", "executor")]
     more = [f"max_steps={STEPS[setup.size]}", "save_every=1000000", "loader_workers=0"]
     config = load_config(SftConfig, "sft/quickstart", [*where, *more])
@@ -84,10 +89,10 @@ def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup
 
 
 def train(setup: Setup, trainer: SftTrainer) -> Iterator[Row]:
-    """Take all steps; yield the mean losses now and then, and the speed without the first step."""
+    """Take all steps; yield mean losses of `LOSS_ROWS` intervals, and the speed without the first step."""
     trainer.compiler.train()
     steps, seen = STEPS[setup.size], list[dict[str, float]]()
-    every = math.ceil(steps / SHOWN)
+    every = math.ceil(steps / LOSS_ROWS)
     for number in range(1, steps + 1):
         seen.append(trainer.take_step())
         if number % every == 0 or number == steps:
@@ -98,13 +103,8 @@ def train(setup: Setup, trainer: SftTrainer) -> Iterator[Row]:
     yield {"what": f"steps/s on {setup.device}", "value": len(timed) / sum(m["seconds"] for m in timed)}
 
 
-def held_out(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpec]) -> HeldOutTasks:
-    """Return the tasks on which success is measured, with greedy decoding."""
+def held_out_tasks(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpec]) -> HeldOutTasks:
+    """Return the held-out tasks, played with greedy decoding."""
     make_env = lambda: HouseholdEnvironment(SEED, {SPLIT: SCENES[setup.size]}, visual_share=VISUAL)
     engine = RolloutEngine(make_env, trainer.executor, Limits(MAX_STEPS), len(specs))
     return HeldOutTasks(trainer.config.evaluation, engine, specs, eval_decoding(trainer.config.compiler))
-
-
-def success(played: HeldOutTasks, trainer: SftTrainer) -> float:
-    """Return the share of the held-out tasks that is solved."""
-    return played.play(trainer.compiler)["eval_success"]

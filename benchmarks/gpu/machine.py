@@ -1,6 +1,6 @@
-"""Which machine this is, and what its GPU reaches on nothing but products and copies.
+"""Part `machine`: hardware, software, and the device's rates of matrix products and copies.
 
-It asks torch alone, so that it answers where other packages are missing.
+This module imports torch alone, so that it runs where other packages are missing.
 """
 
 from __future__ import annotations
@@ -8,35 +8,26 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.cuda.nccl
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.measuring import seconds_of
 from benchmarks.gpu.parts import Row, Setup
 
 PACKAGES = ("transformers", "peft", "accelerate", "trl", "deepspeed", "vllm", "flash-attn")
-SIDE = {"paper": 8192, "tiny": 128}  # of the square matrices
+SIDE = {"paper": 8192, "tiny": 128}  # of square matrices
 TIMES = 10
-CUDNN, OTHERS = [SDPBackend.CUDNN_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-KEYS = 192  # with which cuDNN's gradients are reported to be NaN, where a mask is passed and logsumexp is below -88.7
-NEW_LENGTHS = range(1001, 1021)  # of keys, each met for the first time: cuDNN makes a plan for each
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for every fact, and one for each rate."""
+    """Yield a row per fact and per rate."""
     for what, value in (*_software(), *(_gpus() if setup.device == "cuda" else [])):
         yield {"what": what, "value": value}
     for dtype in (torch.bfloat16, torch.float32):
         yield {"what": f"products in {str(dtype)[6:]} (TFLOP/s)", "value": products(setup, dtype)}
     yield {"what": "copies (TB/s read and written)", "value": copies(setup)}
-    for name, kernels in (("cuDNN", CUDNN), ("flash or efficient", OTHERS)) if setup.device == "cuda" else ():
-        yield {"what": f"attention by {name}: gradients are finite", "value": _if_there(kernels, finite_gradients)}
-        yield {"what": f"attention by {name}: ms for a new length of keys", "value": _if_there(kernels, new_length_ms)}
 
 
 def _software() -> list[tuple[str, object]]:
@@ -73,60 +64,28 @@ def _gpus() -> list[tuple[str, object]]:
 
 
 def _driver() -> str | None:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 
 
 def products(setup: Setup, dtype: torch.dtype) -> float:
-    """Measure TFLOP/s of a product of square matrices; in fp32 without TF32."""
+    """Return the TFLOP/s of a product of square matrices; fp32 without TF32."""
     side = SIDE[setup.size]
     a, b = (torch.randn(side, side, device=setup.device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / _seconds(setup, lambda: a @ b) / 1e12
 
 
 def copies(setup: Setup) -> float:
-    """Measure TB/s of copying 1 GiB (tiny: 1 MiB) from the device's memory to itself: what is read, and written."""
+    """Return the TB/s, read plus written, of copying 1 GiB (tiny: 1 MiB) within the device's memory."""
     source = torch.zeros(2 ** (30 if setup.size == "paper" else 20), dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(setup, lambda: target.copy_(source)) / 1e12
 
 
-def finite_gradients() -> bool:
-    """Tell whether attention with a mask and very negative scores has finite gradients, in bf16."""
-    query, key, value = (torch.randn(1, 8, KEYS, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    query, key = (query.abs() + 4).requires_grad_(), (-key.abs() - 4).requires_grad_()
-    mask = torch.ones(1, 1, KEYS, KEYS, dtype=torch.bool, device="cuda").tril()
-    scaled_dot_product_attention(query, key, value, attn_mask=mask).float().sum().backward()
-    return all(bool(leaf.grad.isfinite().all()) for leaf in (query, key) if leaf.grad is not None)
-
-
-def new_length_ms() -> float:
-    """Measure the milliseconds of decoding a token against keys of a length that was not met before."""
-    query = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    keys = torch.randn(1, 8, NEW_LENGTHS.stop, 64, device="cuda", dtype=torch.bfloat16)
-    attend = lambda n: scaled_dot_product_attention(query, keys[:, :, :n], keys[:, :, :n])
-    attend(1000)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for n in NEW_LENGTHS:
-        attend(n)
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - started) / len(NEW_LENGTHS)
-
-
-def _if_there(kernels: list[SDPBackend], measure: Callable[[], object]) -> object:
-    """Measure with these kernels of attention alone; say why where there are none."""
-    try:
-        with sdpa_kernel(kernels):
-            return measure()
-    except RuntimeError as error:
-        return f"not measured: {str(error).splitlines()[0][:80]}"
-
-
 def _seconds(setup: Setup, run: Callable[[], object]) -> float:
-    """Take the seconds of a run among several that follow each other without a pause."""
+    """Return the mean seconds of back-to-back runs."""
     run()
     return seconds_of(setup, lambda: [run() for _ in range(TIMES)]) / TIMES

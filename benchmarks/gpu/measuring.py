@@ -1,6 +1,6 @@
-"""Seconds and bytes, on a GPU or a CPU; running out of memory is a result like others.
+"""Measure seconds and bytes on a GPU or CPU; running out of memory is an outcome like others.
 
-It imports torch alone, so that the first part answers where packages are missing.
+This module imports torch alone, so that the part `machine` runs where packages are missing.
 """
 
 from __future__ import annotations
@@ -12,50 +12,48 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.parts import Row, Setup
-
-OUTCOME, FULL = "outcome", "out of memory"
+from benchmarks.gpu.parts import FULL, OUTCOME, Row, Setup
 
 
-def settle(setup: Setup) -> None:
-    """Wait until the device has done what it was told."""
+def synchronize(setup: Setup) -> None:
+    """Wait until the device has finished its work."""
     if setup.device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(setup: Setup, run: Callable[[], object], times: int = 3) -> float:
-    """Take the median of so many runs, in seconds. The caller warms up."""
-    taken = []
+    """Return the median seconds of several runs, without a warm-up."""
+    seconds = []
     for _ in range(times):
-        settle(setup)
+        synchronize(setup)
         started = time.perf_counter()
         run()
-        settle(setup)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        synchronize(setup)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def peak_beyond(setup: Setup, run: Callable[[], object]) -> int:
-    """Count the bytes that torch's allocator gives out at most while it runs, beyond those held when it begins."""
+    """Return the peak of torch's allocations during `run`, in bytes beyond those held before it."""
     if setup.device == "cpu":
-        from benchmarks.plan_check import peak
+        from benchmarks.measurement import peak_bytes
 
-        return peak(run)
-    settle(setup)
+        return peak_bytes(run)
+    synchronize(setup)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    settle(setup)
+    synchronize(setup)
     return torch.cuda.max_memory_allocated() - before
 
 
-def tried(setup: Setup, row: Row, measure: Callable[[], Row]) -> Row:
-    """Complete a row by what is measured, or by saying that memory ran out."""
+def completed(setup: Setup, row: Row, measure: Callable[[], Row]) -> Row:
+    """Add the measurements to a row, or the outcome `out of memory`."""
     try:
-        found = {**row, OUTCOME: "ok", **measure()}
+        row = {**row, OUTCOME: "ok", **measure()}
     except torch.OutOfMemoryError:
-        found = {**row, OUTCOME: FULL}
-    gc.collect()  # what an error's frames held, too
+        row = {**row, OUTCOME: FULL}
+    gc.collect()  # frees the tensors in an error's frames
     if setup.device == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return row

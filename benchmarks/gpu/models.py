@@ -1,15 +1,15 @@
-"""Models of the paper's shapes with random weights, made where they run: nothing is downloaded and nothing read."""
+"""Create models of the paper's shapes with random weights on the device: nothing is downloaded or read from disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.parts import PAIRS, Setup
-from benchmarks.plan_check import Case
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.load import load_config
@@ -27,57 +27,75 @@ from training.sft_data import Example
 
 TINY = ("zoo/household/compiler", "zoo/household/executor")
 SHORT = Lengths(prompt=64, emission=12, acting=40, action=4, memory=30, candidates=3)
-FOR_EVER = 10**6  # steps: no checkpoint is due before
+ENDLESS = 10**6  # steps, so that no checkpoint is due
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """Compiler and executor in a precision, with the rows of a micro-batch."""
+
+    name: str
+    compiler: str  # folder or name
+    executor: str
+    dtype: str
+    rows: int
+    checkpointing: bool = False
+
+    def settings(self, *more: str) -> list[str]:
+        """Return training settings for this pair, followed by `more`."""
+        settings = [f"gradient_checkpointing={self.checkpointing}", f"micro_batch_size={self.rows}"]
+        for role, model in (("compiler", self.compiler), ("executor", self.executor)):
+            settings += [f"{role}.model={model}", f"{role}.dtype={self.dtype}"]
+        return [*settings, *more]
 
 
 class RandomExecutor(FrozenExecutor):
-    """A frozen executor that nobody hashes: to read tens of gigabytes takes longer than what is measured."""
+    """A frozen executor without its hash, which would take longer than the measurements."""
 
     def hash(self) -> str:
         return ""
 
 
-class Steps(SftTrainer):
-    """SFT's own steps on one micro-batch of ready examples."""
+class FixedBatchTrainer(SftTrainer):
+    """An SFT trainer whose every step takes the same micro-batch."""
 
     def __init__(
-        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, made: Sequence[Example]
+        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example]
     ) -> None:
-        self.made = made
-        rows: Any = made  # counted, never read
+        self.examples = examples
+        rows: Any = examples  # only their number is read
         super().__init__(config, compiler, executor, rows, Path("nowhere"))
 
     def executor_fingerprint(self) -> str:
         return ""
 
     def example(self, index: int) -> Example:
-        return self.made[index]
+        return self.examples[index]
 
 
 def lengths_of(setup: Setup) -> Lengths:
-    """Give the lengths of the paper's rows, which are the plan's own, or short ones."""
+    """Return the plan's default lengths, those of the paper's rows, or short ones."""
     return Lengths() if setup.size == "paper" else SHORT
 
 
-def sft_config(case: Case, *more: str) -> SftConfig:
-    """Make settings of a step that is one micro-batch of the case's rows."""
-    steps = [f"batch_size={case.rows}", f"max_steps={FOR_EVER}", f"save_every={FOR_EVER}", "length_buckets=0"]
-    steps += ["loader_workers=0"]  # examples are ready
-    return load_config(SftConfig, "sft/paper", case.settings(*steps, *more))
+def sft_config(pair: ModelPair, *more: str) -> SftConfig:
+    """Return SFT settings whose step is one micro-batch."""
+    steps = [f"batch_size={pair.rows}", f"max_steps={ENDLESS}", f"save_every={ENDLESS}", "length_buckets=0"]
+    return load_config(SftConfig, "sft/paper", pair.settings(*steps, "loader_workers=0", *more))
 
 
-def chosen(setup: Setup) -> Case:
-    """Return the models of this setup, for one row at a time with gradient checkpointing."""
+def model_pair(setup: Setup) -> ModelPair:
+    """Return the models of this setup, with one row per micro-batch and gradient checkpointing."""
     if setup.size == "tiny":
-        return Case("tiny", *TINY, "float32", 1, recompute=True)
+        return ModelPair("tiny", *TINY, "float32", 1, checkpointing=True)
     compiler, executor, _ = PAIRS[setup.pair]
     first, second = (model.rpartition("/")[2] for model in (compiler, executor))
     name = f"{first} twice" if first == second else f"{first} and {second}"
-    return Case(name, compiler, executor, "bfloat16", 1, recompute=True)
+    return ModelPair(name, compiler, executor, "bfloat16", 1, checkpointing=True)
 
 
 def make_executor(config: SftConfig, device: str) -> RandomExecutor:
-    """Make the executor that settings name; the same weights on every CPU, and on every GPU of a kind."""
+    """Create the configured executor from a fixed seed."""
     torch.manual_seed(0)
     with torch.device(device):
         model = untrained(config.executor.model, dtype_of(config.executor.dtype)).to(device)
@@ -85,8 +103,10 @@ def make_executor(config: SftConfig, device: str) -> RandomExecutor:
 
 
 def make_compiler(config: SftConfig, width: int, device: str, decoding: Decoding | None = None) -> MemoryCompiler:
-    """Make the compiler that settings name, for an executor of this width. It guesses nothing ahead: what random
-    weights write repeats itself, which is guessed too well."""
+    """Create the configured compiler for an executor of this width, without drafts.
+
+    Random weights write repetitive text, which drafts predict too well.
+    """
     torch.manual_seed(1)
     with torch.device(device):
         backbone = WordlessBackbone(untrained(config.compiler.model, dtype_of(config.compiler.dtype)).to(device))
@@ -97,14 +117,14 @@ def make_compiler(config: SftConfig, width: int, device: str, decoding: Decoding
     return MemoryCompiler(backbone, projector, decoding, lora=config.compiler.lora, speed=Speed(drafts=0))
 
 
-def attend_by(kind: str, *backbones: Backbone) -> None:
-    """Change the kernels of attention."""
+def set_attention(kind: str, *backbones: Backbone) -> None:
+    """Switch the attention implementation."""
     for backbone in backbones:
         backbone.model.set_attn_implementation(kind)
-        backbone.__dict__.pop("attends_fully", None)  # it was asked of the kernels before
+        backbone.__dict__.pop("attends_fully", None)  # cached for the previous implementation
 
 
-def keep_layers(*backbones: Backbone) -> None:
-    """Take gradient checkpointing back."""
+def disable_checkpointing(*backbones: Backbone) -> None:
+    """Switch gradient checkpointing off."""
     for backbone in backbones:
         backbone._recomputed = ()

@@ -1,9 +1,9 @@
-"""The same tiny models on the CPU and on this device say the same, in fp32 (without TF32) and in bf16.
+"""Part `parity`: the same tiny models on the CPU and on this device, in fp32 (without TF32) and in bf16.
 
-What is compared: every loss of SFT and its gradients, log-probabilities of candidates behind soft tokens, soft tokens,
-and greedy emissions, token for token in fp32. A difference is the largest one over the largest value on the CPU; of
-gradients, the norm of the difference over the norm. In bf16 tokens may differ where two are nearly as likely: their
-share is told, and does not decide.
+Compared are every loss of SFT and its gradients, log-probabilities of candidates after soft tokens, soft tokens, and
+greedy emissions. A difference is the largest one over the largest value on the CPU; of gradients, the norm of the
+difference over the norm. Greedy tokens must be equal in fp32; in bf16 nearly equal likelihoods may change them, so that
+their share is reported only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.gpu.models import SHORT, TINY, make_compiler, make_executor, sft_config
+from benchmarks.gpu.models import SHORT, TINY, ModelPair, make_compiler, make_executor, sft_config
 from benchmarks.gpu.parts import Row, Setup
-from benchmarks.plan_check import Case
 from compiler.checkpoint import trained_parameters
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
@@ -31,15 +30,15 @@ from training.sft_data import Example
 from training.sft_losses import sft_losses
 
 ROWS, EMISSION, EMITTED, WIDE = 4, 24, 14, 192
-WORDS = 1000  # WORDS: ids that prompts are drawn from
-LARGER = 3.0  # weights than fresh ones, with which all tokens are about as likely and a wrong product hardly shows
+VOCABULARY = 1000  # ids of random prompts
+SCALE = 3.0  # of fresh weights, whose nearly uniform likelihoods would hide wrong products
 DTYPES = ("float32", "bfloat16")
 LATENTS = ("gauss_nll", "soft_mse", "lm_head")
 TOLERANCES = {"float32": {"values": 1e-4, "gradients": 1e-3}, "bfloat16": {"values": 3e-2, "gradients": 1e-1}}
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Models:
     """Both models on one device."""
 
     config: SftConfig
@@ -48,58 +47,56 @@ class Side:
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for everything that is compared."""
-    without_tf32()
+    """Yield a row per comparison."""
+    disable_tf32()
     for dtype in DTYPES:
-        yield from compare(dtype, make_side(dtype, "cpu"), make_side(dtype, setup.device))
+        yield from compare(dtype, make_models(dtype, "cpu"), make_models(dtype, setup.device))
 
 
-def without_tf32() -> None:
-    """Have products in fp32 computed in fp32."""
+def disable_tf32() -> None:
+    """Compute fp32 products in fp32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def make_side(dtype: str, device: str) -> Side:
-    """Make both models on the CPU from the same seeds, of larger weights than fresh ones, and an adapter that changes
-    what the compiler says; then move them to the device."""
-    config = sft_config(Case("parity", *TINY, dtype, ROWS))
+def make_models(dtype: str, device: str) -> Models:
+    """Create both models on the CPU from fixed seeds, with scaled weights and a random adapter, and move them."""
+    config = sft_config(ModelPair("parity", *TINY, dtype, ROWS))
     executor = make_executor(config, "cpu")
     compiler = make_compiler(config, executor.backbone.hidden_size, "cpu", Decoding(max_new_tokens=EMISSION))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in (*executor.model.parameters(), *compiler.backbone.model.parameters()):
-            parameter.mul_(LARGER if parameter.dim() > 1 else 1.0)
+            parameter.mul_(SCALE if parameter.dim() > 1 else 1.0)
         for name, parameter in trained_parameters(compiler).items():
             if "lora_" in name:
                 parameter.normal_(std=0.1, generator=generator)
-            elif name.endswith("linear.weight"):  # sigma, too, depends on what is read
+            elif name.endswith("linear.weight"):  # makes sigma depend on the input, too
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
     compiler.backbone.image_id = compiler.backbone.model.config.image_token_id
     executor.model.to(device)
     compiler.to(device).eval()
     compiler.generator = torch.Generator(device=device)
-    return Side(config, compiler, executor)
+    return Models(config, compiler, executor)
 
 
-def compare(dtype: str, cpu: Side, here: Side) -> Iterator[Row]:
-    """Yield a row for everything that is compared: what, the largest absolute and the relative difference, what is
-    tolerated, whether it passed."""
+def compare(dtype: str, cpu: Models, here: Models) -> Iterator[Row]:
+    """Yield a row per comparison: absolute and relative difference, tolerance, and whether it passed."""
     allowed = TOLERANCES[dtype]
     n = cpu.compiler.n_tokens
     for latent in LATENTS:
-        ours, theirs = (_losses(side, _examples(n), latent) for side in (cpu, here))
+        ours, theirs = (_losses(models, _examples(n), latent) for models in (cpu, here))
         for name in ours[0] if latent == LATENTS[0] else ("latent",):
             shown = f"loss {name}" + (f" ({latent})" if name == "latent" else "")
             yield _row(dtype, shown, ours[0][name], theirs[0][name], allowed["values"])
         yield _row(dtype, f"gradients ({latent})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
     for what, examples in (("192 wide", _examples(n, WIDE)), ("with a picture", _examples(n, picture=True))):
-        ours, theirs = (_losses(side, examples, LATENTS[0]) for side in (cpu, here))
+        ours, theirs = (_losses(models, examples, LATENTS[0]) for models in (cpu, here))
         yield _row(dtype, f"loss text ({what})", ours[0]["text"], theirs[0]["text"], allowed["values"])
         yield _row(dtype, f"gradients ({what})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
-    a, b = (_scores(side) for side in (cpu, here))
+    a, b = (_scores(models) for models in (cpu, here))
     yield _row(dtype, "log-probabilities of candidates", a, b, allowed["values"])
-    ours, theirs = (_compiled(side) for side in (cpu, here))
-    share = share_alike(ours[0], theirs[0])
+    ours, theirs = (_compiled(models) for models in (cpu, here))
+    share = equal_share(ours[0], theirs[0])
     exact = dtype == "float32"
     yield {
         "dtype": dtype,
@@ -109,12 +106,12 @@ def compare(dtype: str, cpu: Side, here: Side) -> Iterator[Row]:
         "tolerated": 1.0 if exact else None,
         "passed": share == 1.0 if exact else None,
     }
-    if share == 1.0:  # behind other tokens, soft tokens are others
+    if share == 1.0:  # other tokens give other soft tokens
         yield _row(dtype, "soft tokens (mu)", ours[1], theirs[1], allowed["values"])
 
 
-def share_alike(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Give the share of tokens that are the same in the same place."""
+def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the share of positions with equal tokens."""
     same = sum(a == b for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=False))
     return same / sum(max(len(x), len(y)) for x, y in zip(ours, theirs, strict=True))
 
@@ -134,37 +131,39 @@ def _row(dtype: str, what: str, ours: Tensor, theirs: Tensor, allowed: float, by
     }
 
 
-def _losses(side: Side, examples: Sequence[Example], latent: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Compute each loss (B,), nothing being drawn, and the gradient of their weighted sum by all that is trained."""
-    config = side.config.model_copy(update={"latent": latent})
-    losses = sft_losses(side.compiler, side.executor, examples, config, temperature=0.0)
+def _losses(models: Models, examples: Sequence[Example], latent: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Compute each loss (B,) without noise, and the gradient of their weighted sum by all trained parameters."""
+    config = models.config.model_copy(update={"latent": latent})
+    losses = sft_losses(models.compiler, models.executor, examples, config, temperature=0.0)
     total = sum((getattr(config.weights, name) * value.sum().cpu() for name, value in losses.items()), torch.zeros(()))
-    trained = list(trained_parameters(side.compiler).values())
+    trained = list(trained_parameters(models.compiler).values())
     gradients = torch.autograd.grad(total, trained, allow_unused=True)
     flat = [(torch.zeros_like(p) if g is None else g).flatten().cpu() for p, g in zip(trained, gradients, strict=True)]
     return {name: value.detach().cpu() for name, value in losses.items()}, torch.cat(flat)
 
 
 @torch.no_grad()
-def _scores(side: Side) -> Tensor:
-    """Score commands behind prompts with soft tokens: (rows x commands,)."""
-    n, width = side.compiler.n_tokens, side.executor.backbone.hidden_size
+def _scores(models: Models) -> Tensor:
+    """Score commands after prompts with soft tokens: (rows x commands,)."""
+    n, width = models.compiler.n_tokens, models.executor.backbone.hidden_size
     soft = torch.randn(ROWS, n, width, generator=torch.Generator().manual_seed(3)) * 0.03
     prompts = [replace(prompt, soft=row) for prompt, row in zip(_prompts(40, 4, n), soft, strict=True)]
-    return torch.cat(side.executor.candidate_logprobs(prompts, [commands(SHORT)] * ROWS)).float().cpu()
+    return torch.cat(models.executor.candidate_logprobs(prompts, [commands(SHORT)] * ROWS)).float().cpu()
 
 
-def _compiled(side: Side) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Compile prompts of unequal length: emissions, and the means of their soft tokens (B, N, d)."""
+def _compiled(models: Models) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Compile prompts of unequal length; return emissions and the means of their soft tokens (B, N, d)."""
     prompts = _prompts(60, 5)
-    side.compiler.encode = lambda request: prompts[int(request.memory[0].id)]
-    made = side.compiler.compile(requests_of(ROWS))
-    return [c.emission_ids for c in made], torch.stack([c.mu for c in made if c.mu is not None])
+    models.compiler.encode = lambda request: prompts[int(request.memory[0].id)]
+    compiled = models.compiler.compile(requests_of(ROWS))
+    return [c.emission_ids for c in compiled], torch.stack([c.mu for c in compiled if c.mu is not None])
 
 
 def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[Example]:
-    """Draw a micro-batch of rows of unequal length whose prompts and emissions are at most `width` tokens together
-    with the N memory tokens, and which begin with a picture where one is asked for."""
+    """Draw a micro-batch of unequal lengths, at most `width` tokens with emission and N memory tokens.
+
+    With `picture`, every prompt starts with a picture.
+    """
     emissions, actions, memories = (_prompts(size, seed) for size, seed in ((EMITTED, 6), (5, 7), (30, 8)))
     prompts = _prompts(width - EMITTED - (n if width == WIDE else 0), 9)
     if picture:
@@ -175,8 +174,10 @@ def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[
 
 
 def _picture(seed: int) -> Prompt:
-    """Draw a picture of 64 x 64 pixels, as the shipped compiler reads it: 8 x 8 patches of 2 x 3 x 8 x 8 values, and a
-    token for four patches. (Its processor would need torchvision.)"""
+    """Draw a picture of 64 x 64 pixels, preprocessed: 8 x 8 patches of 2 x 3 x 8 x 8 values, four patches per token.
+
+    The shipped compiler's processor would need torchvision.
+    """
     values = torch.randn(64, 384, generator=torch.Generator().manual_seed(seed))
     read = {"pixel_values": values, "image_grid_thw": torch.tensor([[1, 8, 8]])}
     picture = Picture(Image.new("RGB", (64, 64)), 16, read)
@@ -184,7 +185,7 @@ def _picture(seed: int) -> Prompt:
 
 
 def _prompts(tokens: int, seed: int, soft: int = 0) -> list[Prompt]:
-    """Draw a batch of prompts, each one a token shorter than the one before, that begin with places for soft tokens."""
+    """Draw a batch of prompts, each one token shorter than the last, that start with `soft` placeholders."""
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(WORD, WORDS, (ROWS, tokens), generator=draw).tolist()
+    ids = torch.randint(WORD, VOCABULARY, (ROWS, tokens), generator=draw).tolist()
     return [Prompt((*((MEMORY,) * soft), *row[: tokens - i])) for i, row in enumerate(ids)]

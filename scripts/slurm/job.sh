@@ -1,22 +1,22 @@
-# Sourced by the job scripts: what a job of ours is, and one torchrun agent per node.
-#   prepare                        the repository, its environment, the first node; the job requeues itself
-#   by_torchrun train STAGE ARGUMENT...    agents that meet on the first node, one process per GPU
-#   in_background COMMAND...       waits for a command, and hears signals meanwhile
-# A run goes on from its newest checkpoint whenever it is started again: after preemption or a node's failure (Slurm
-# requeues the job), and before the time limit (the job requeues itself at the USR1 that --signal asks for).
+# Functions for the job scripts:
+#   prepare                                enter the repository, set the environment, find the first node, trap USR1
+#   by_torchrun train STAGE ARGUMENT...    start one torchrun agent per node, with one process per GPU
+#   in_background COMMAND...               wait for a command without blocking signals
+# A restarted run resumes from its newest checkpoint: after preemption or a node's failure (Slurm requeues the job), and
+# before the time limit (the job requeues itself on the USR1 of --signal).
 
 prepare() {
-    cd "$SLURM_SUBMIT_DIR"  # the repository: submit from there
+    cd "$SLURM_SUBMIT_DIR"  # submit from the repository
     export PATH="$PWD/.venv/bin:$PATH"
-    # Compute nodes have no network: models have to be in the cache already, on a file system that all nodes share.
+    # Compute nodes have no network: models must be in a cache that all nodes share.
     export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" TOKENIZERS_PARALLELISM=false
-    # Minutes that a collective may wait (GRPO: for the slowest rank's rollouts, and for the bank) before the run ends.
+    # Time limit of a collective in minutes (GRPO waits for the slowest rank's rollouts, and for the bank).
     export MEMCOMPILER_DIST_TIMEOUT="${MEMCOMPILER_DIST_TIMEOUT:-60}"
     export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    first=${first%%$'\n'*}  # no `| head`: scontrol would die of the closed pipe, and the job with it
+    first=${first%%$'\n'*}  # not `| head`: the closed pipe would kill scontrol and the job
     [[ -n "$first" ]] || { echo "scontrol names no host of $SLURM_JOB_NODELIST" >&2; return 1; }
     port=$((20000 + SLURM_JOB_ID % 10000))
     trap 'echo "time is nearly up: requeued" >&2; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1

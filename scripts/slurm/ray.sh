@@ -11,14 +11,14 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 #
-# Ray on the nodes that Slurm gives, and a command of ours on it. From the repository, which all nodes see:
+# Start Ray on the job's nodes and run a memcompiler command on it. From the repository, on a shared file system:
 #   GRPO on one node of 8 GPUs (4 train, 3 roll out, 1 acts)
 #       sbatch scripts/slurm/ray.sh train grpo -c grpo/paper cluster=ray --out runs/grpo
 #   on two nodes; evaluation on four
 #       sbatch --nodes=2 scripts/slurm/ray.sh train grpo -c grpo/paper cluster=ray tasks=16 --out runs/grpo
 #       sbatch --nodes=4 scripts/slurm/ray.sh eval -c eval/alfworld cluster=ray ray.gpus=1 --out runs/eval --on-exists resume
-# What follows the script's name is a command of memcompiler. Ray listens on all addresses of its nodes: those who reach
-# them need the job's token, which is drawn here and is in the environment of its processes alone.
+# Arguments are a memcompiler command. Ray listens on all addresses of its nodes; clients need the job's random token,
+# which only its processes' environment holds.
 
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/scripts/slurm/job.sh"
@@ -26,11 +26,11 @@ prepare
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_HEAD="$first:$port" RAY_HEAD_PORT="$port"
 
-# A node that fails ends nobody else: the run goes on with the others, or begins again at its newest checkpoint.
+# A failing node does not end the others: the run continues without it, or from its newest checkpoint.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
     bash "$SLURM_SUBMIT_DIR/scripts/slurm/ray_node.sh" &
 nodes=$!
 trap 'kill "$nodes" 2>/dev/null || true' EXIT
 export RAY_ADDRESS="$RAY_HEAD"
-python -m runtime.cluster "$SLURM_NNODES"  # waits until they are there
+python -m runtime.cluster "$SLURM_NNODES"  # waits for all nodes
 in_background memcompiler "$@"

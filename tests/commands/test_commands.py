@@ -294,7 +294,7 @@ FOREIGN = {
     "qa beside its data": ["qa", "--data", "{data}", "--model", "m", "--engine", "endpoint", "--out", "{folder}"],
     "router": ["train", "router", "--out", "{run}"],
     "questions": ["data", "questions", "api.model=m", "--out", "{run}"],
-    "recall": ["bench", "recall", "--data", "{data}", "--out", "{run}"],
+    "recall": ["bench", "memory", "recall", "--data", "{data}", "--out", "{run}"],
     "merge": ["merge", "{run}", "--out", "{run}/merged"],
     "zoo": ["zoo", "executor", "--out", "{run}", "--work", "{folder}/work"],
 }

@@ -74,7 +74,7 @@ def test_the_reference_leaves_the_command_line_alone(smallest: Path) -> None:
 
 
 def test_bench_ends_with_its_ratio(smallest: Path) -> None:
-    code, lines = run("bench", "env", "--games", str(smallest.parent), "--number", "1", "--steps", "5")
+    code, lines = run(*"bench environment engine --number 1 --steps 5 --games".split(), str(smallest.parent))
     assert code == 0 and lines[-1].startswith("ratio: ") and int(lines[-1].split()[1]) > 1
     assert any("MiB" in line for line in lines)
 

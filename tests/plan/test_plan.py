@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.plan_check import Case, Check, check_act, check_compile, check_sft, check_update, make_llama
+from benchmarks.gpu.models import ModelPair
 from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
@@ -24,6 +24,7 @@ from plan.replay import Replay, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import HOST, _trainer, plan, plans, remedy
 from runtime.progress import quiet
+from tests.plan.real_runs import Check, check_act, check_compile, check_sft, check_update, make_llama
 from zoo.household.words import LEXICON
 from zoo.models import make_compiler, make_processor, make_tokenizer, save
 
@@ -169,9 +170,9 @@ def test_unequal_rows_cost_more_than_their_number_says():
 @pytest.mark.parametrize(("compiler", "dtype", "rows"), [("vlm", "float32", 3), ("grouped", "bfloat16", 1)])
 def test_the_prediction_is_what_a_real_run_takes(models: Path, check, compiler: str, dtype: str, rows: int):
     lengths = Lengths(prompt=120, emission=16, acting=80, action=5, memory=60, candidates=6)
-    case = Case("tiny", str(models / compiler), str(models / "grouped"), dtype, rows)
-    found: Check = check(case, lengths)
-    assert found.passing[0] == pytest.approx(found.passing[1], rel=0.15)
+    pair = ModelPair("tiny", str(models / compiler), str(models / "grouped"), dtype, rows)
+    found: Check = check(pair, lengths)
+    assert found.transient[0] == pytest.approx(found.transient[1], rel=0.15)
     assert found.total[0] == pytest.approx(found.total[1], rel=0.1)
 
 
@@ -179,11 +180,11 @@ def test_the_prediction_is_what_a_real_run_takes(models: Path, check, compiler: 
 def test_the_prediction_holds_under_gradient_checkpointing(models: Path, check):
     lengths = Lengths(prompt=120, emission=16, acting=80, action=5, memory=60, candidates=6)
     plain, again = (
-        check(Case("tiny", str(models / "vlm"), str(models / "grouped"), "float32", 3, recompute), lengths)
-        for recompute in (False, True)
+        check(ModelPair("tiny", str(models / "vlm"), str(models / "grouped"), "float32", 3, checkpointing), lengths)
+        for checkpointing in (False, True)
     )
-    assert again.passing[0] == pytest.approx(again.passing[1], rel=0.15)
-    assert again.passing[1] < plain.passing[1]  # it does something
+    assert again.transient[0] == pytest.approx(again.transient[1], rel=0.15)
+    assert again.transient[1] < plain.transient[1]  # it does something
 
 
 @pytest.mark.seconds

@@ -15,8 +15,8 @@ SETUP = Setup("cuda", "tiny")
 
 
 def test_parity_holds() -> None:
-    parity.without_tf32()
-    rows = list(parity.compare("float32", *(parity.make_side("float32", device) for device in ("cpu", "cuda"))))
+    parity.disable_tf32()
+    rows = list(parity.compare("float32", *(parity.make_models("float32", device) for device in ("cpu", "cuda"))))
     assert all(row["passed"] for row in rows)
 
 

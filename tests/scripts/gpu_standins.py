@@ -57,9 +57,9 @@ def slow(setup: Setup) -> Iterator[Row]:
     yield {"part": "sft", "rows": 2, "tflop": 6.0, "plan_gib": 3.0}
 
 
-def part(name: str, share: float = 1.0, beside: bool = False) -> Part:
+def part(name: str, share: float = 1.0, background: bool = False) -> Part:
     packages = ("nosuchpackage",) if name == "absent" else ()
-    return Part(name, f"tests.scripts.gpu_standins:{name}", share, packages, beside=beside)
+    return Part(name, f"tests.scripts.gpu_standins:{name}", share, packages, background=background)
 
 
 if __name__ == "__main__":  # OUT NAME...

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu import parity
 from benchmarks.gpu.kit import ARCHIVE, RECORD, TABLE, Kit, cell, tables
 from benchmarks.gpu.parts import PAIRS, PARTS, Setup, largest_pair
-from benchmarks.gpu.planned import joined
+from benchmarks.gpu.planned import with_predictions
 from tests.scripts.gpu_standins import SETUP, TRACE, part
 from tests.waiting import until
 
@@ -62,10 +62,10 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(trace: Path, tmp_pat
         "unlike": "failed",
         "fine": "passed",
     }
-    assert made["broken"]["error"] == "ArithmeticError: it does not add up"
+    assert made["broken"]["why"] == "ArithmeticError: it does not add up"
     assert made["broken"]["rows"] == [{"what": "before"}] and made["killed"]["rows"] == [{"what": "last"}]
-    assert "SIGKILL" in made["killed"]["error"] and made["absent"]["reason"] == "nosuchpackage not installed"
-    assert made["unlike"]["error"] == "1 rows did not pass" and len(made["unlike"]["rows"]) == 2
+    assert "SIGKILL" in made["killed"]["why"] and made["absent"]["why"] == "nosuchpackage not installed"
+    assert made["unlike"]["why"] == "1 rows did not pass" and len(made["unlike"]["rows"]) == 2
 
 
 def test_what_is_recorded_is_not_run_again_unless_it_is_asked_for(trace: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_part_gets_its_share_of_the_time_and_keeps_its_rows_when_it_is_over(tr
         out, minutes = tmp_path / str(minutes), 2 * minutes
         assert Kit(out, SETUP, [part("endless"), part("fine")]).run(minutes=minutes)
         made = json.loads((out / RECORD).read_text())["parts"]
-    assert made["endless"]["status"] == "cut" and "time limit" in made["endless"]["error"]
+    assert made["endless"]["status"] == "cut" and "time limit" in made["endless"]["why"]
     assert made["endless"]["rows"] == [{"what": "first"}] and made["fine"]["status"] == "passed"
     half = (60 * minutes - 5) / 2
     assert made["endless"]["limit_s"] == pytest.approx(half, abs=1) and made["fine"]["limit_s"] > half - 5
@@ -95,15 +95,15 @@ def test_a_part_gets_its_share_of_the_time_and_keeps_its_rows_when_it_is_over(tr
 
 @pytest.mark.seconds
 def test_the_plan_is_made_beside_the_parts_and_joined_to_their_rows(trace: Path, tmp_path: Path) -> None:
-    kit = Kit(tmp_path, SETUP, [part("slow", 0.0, beside=True), part("fine")])
+    kit = Kit(tmp_path, SETUP, [part("slow", 0.0, background=True), part("fine")])
     assert kit.run()
     made = json.loads((tmp_path / RECORD).read_text())["parts"]
     assert set(trace.read_text().split()) == {"slow", "fine"} and made["slow"]["status"] == "passed"
     [plan] = made["slow"]["rows"]
     rows = [{"rows": 2, "seconds": 2.0, "peak_gib": 4.0}, {"rows": 1, "seconds": 1.0}, {"rows": 2, "outcome": "full"}]
-    first, *others = joined("sft", rows, [plan], 6.0)
+    first, *others = with_predictions("sft", rows, [plan], 6.0)
     assert first == {**rows[0], "tflop_per_s": 3.0, "mfu": 0.5, "plan_gib": 3.0, "plan_over_peak": 0.75}
-    assert others == rows[1:] and joined("update", rows, [plan], 6.0) == rows
+    assert others == rows[1:] and with_predictions("update", rows, [plan], 6.0) == rows
     with tarfile.open(tmp_path / ARCHIVE) as archive:
         assert {RECORD, TABLE, "parts/fine.jsonl", "parts/slow.log"} <= set(archive.getnames())
 
@@ -158,7 +158,7 @@ def test_every_part_and_every_page_knows_the_others() -> None:
 
 @pytest.mark.seconds
 def test_both_sides_agree_until_a_weight_is_changed_on_one() -> None:
-    cpu, here = (parity.make_side("float32", "cpu") for _ in range(2))
+    cpu, here = (parity.make_models("float32", "cpu") for _ in range(2))
     rows = list(parity.compare("float32", cpu, here))
     assert all(row["passed"] for row in rows) and len(rows) == 17
     assert rows[0]["what"] == "loss text" and rows[-1]["what"] == "soft tokens (mu)"
@@ -189,21 +189,21 @@ def test_sft_takes_the_memory_that_the_plan_says(monkeypatch: pytest.MonkeyPatch
     told = [(row["attention"], row["checkpointing"], row["outcome"][:7]) for row in rows]
     assert told[:4] == [("sdpa", True, "ok"), ("sdpa", False, "ok"), ("eager", True, "ok"), ("eager", False, "ok")]
     assert [outcome for *_, outcome in told[4:]] == ["skipped", "skipped"]
-    for row in joined("sft", rows, [{"part": "sft", **row} for row in sft.plan(SETUP)], None)[:2]:
+    for row in with_predictions("sft", rows, [{"part": "sft", **row} for row in sft.plan(SETUP)], None)[:2]:
         assert row["plan_over_peak"] == pytest.approx(1.0, abs=0.05) and row["tokens_per_s"] > 0
         assert row["tflop_per_s"] > 0
     assert rows[1]["peak_gib"] > rows[0]["peak_gib"]  # without checkpointing, activations stay
 
 
 def test_running_out_of_memory_is_a_result() -> None:
-    from benchmarks.gpu.measuring import tried
+    from benchmarks.gpu.measuring import completed
 
     def full() -> dict:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert tried(SETUP, {"rows": 4}, full) == {"rows": 4, "outcome": "out of memory"}
+    assert completed(SETUP, {"rows": 4}, full) == {"rows": 4, "outcome": "out of memory"}
     with pytest.raises(ZeroDivisionError):
-        tried(SETUP, {}, lambda: {"x": 1 / 0})
+        completed(SETUP, {}, lambda: {"x": 1 / 0})
 
 
 @pytest.mark.seconds
@@ -211,7 +211,7 @@ def test_a_compiled_step_is_what_its_parts_take() -> None:
     from benchmarks.gpu import emission
 
     planned = [{"part": "emission", **row} for row in emission.plan(SETUP)]
-    rows = joined("emission", list(emission.measure(SETUP)), planned, None)
+    rows = with_predictions("emission", list(emission.measure(SETUP)), planned, None)
     assert [(row["episodes"], row["act"]) for row in rows] == [(n, a) for n in (1, 2) for a in ("generate", "choice")]
     for row in rows:
         assert row["compiled_s"] == row["batch_s"] + row["act_compiled_s"]
@@ -228,7 +228,7 @@ def test_an_update_takes_the_memory_that_the_plan_says(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(update, "ROWS", (1,))
     planned = [{"part": "update", **row} for row in update.plan(SETUP)]
-    rows = joined("update", list(update.measure(SETUP)), planned, None)
+    rows = with_predictions("update", list(update.measure(SETUP)), planned, None)
     assert [(row["gradient"], row["checkpointing"]) for row in rows] == [
         (gradient, recompute) for gradient in ("score", "pathwise") for recompute in (True, False)
     ]
@@ -250,9 +250,9 @@ def test_a_training_run_says_how_fast_and_what_it_learns() -> None:
 
 def test_what_cannot_be_measured_here_starts_no_process() -> None:
     parts = {one.name: one for one in PARTS}
-    assert parts["fsdp"].skipped(SETUP) == "one cpu device: slices are for several"
-    assert parts["fsdp"].skipped(Setup("cuda", "paper", 2)) is None
-    assert part("absent").skipped(SETUP) == "nosuchpackage not installed"
+    assert parts["fsdp"].skip_reason(SETUP) == "one cpu device: shards are for several"
+    assert parts["fsdp"].skip_reason(Setup("cuda", "paper", 2)) is None
+    assert part("absent").skip_reason(SETUP) == "nosuchpackage not installed"
 
 
 @pytest.mark.slow
@@ -275,12 +275,12 @@ def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.Mo
     ("gib", "name"), [(79.2, "Qwen2.5-VL-7B-Instruct and Qwen2.5-14B-Instruct"), (4.0, "SmolLM2-135M-Instruct twice")]
 )
 def test_the_largest_models_that_fit_are_chosen_and_fit_as_the_plan_says(gib: float, name: str) -> None:
-    from benchmarks.gpu.models import chosen, lengths_of, sft_config
+    from benchmarks.gpu.models import lengths_of, model_pair, sft_config
     from plan.budget import Gpu
     from plan.stages import plan_sft
 
     setup = Setup("cpu", "paper", pair=largest_pair(gib))
-    case = chosen(setup)
+    case = model_pair(setup)
     assert case.name == name
     needs = plan_sft(sft_config(case), lengths_of(setup), Gpu("any", gib), 1).needs()
     assert needs == pytest.approx(PAIRS[setup.pair][2], rel=0.03)

@@ -1,0 +1,169 @@
+"""Measure the compiler service under load: latency by number of clients, and lost requests.
+
+    memcompiler bench serving load                                # starts a service of the household's compiler base
+    memcompiler bench serving load --url http://127.0.0.1:8100    # a running service
+
+Each client sends its next request when the last one is answered. A client that is put off (429 or 503 with
+Retry-After) retries, and its latency counts from the first attempt. A request that ends without an answer is lost.
+Every client plays its own scripted home (`benchmarks.serving.scripted`). Exit status 1 if a request is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import torch
+import typer
+
+from agent.episode import EpisodeSpec
+from benchmarks.serving.scripted import Script, read_script
+from compiler import checkpoint
+from compiler.build import load_compiler
+from compiler.client import CompileBody, SamplingBody
+from configs.models import CompilerConfig, Soft
+from eval.table import markdown_table
+from runtime.http import LOOPBACK, answers, free_port, http_url, retry_after
+from runtime.processes import ChildProcess
+from runtime.progress import quiet
+
+MODEL, EXECUTOR_WIDTH, N_SOFT = "zoo/household/compiler", 128, 4
+STEPS = 10  # of an episode, which then repeats
+TIMEOUT_S = 120.0  # of a request, from its first attempt
+
+
+@dataclass(slots=True)
+class LoadResult:
+    """Answers and losses of a number of concurrent clients."""
+
+    clients: int
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)  # seconds, of answered requests
+    retries: int = 0
+    lost: list[str] = field(default_factory=list)  # reasons
+    batch: float = 0.0  # mean number of requests compiled together
+
+    @property
+    def sent(self) -> int:
+        return len(self.latencies) + len(self.lost)
+
+
+def measure_load(
+    url: Annotated[str | None, typer.Option(help="Running service (default: start one).")] = None,
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,8,64",
+    seconds: Annotated[float, typer.Option(min=0, help="Duration for each number of clients.")] = 20.0,
+    memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's memory.")] = 300,
+    queue: Annotated[int, typer.Option(min=1, help="Queue length of the started service.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest emission of the started service.")] = 48,
+) -> None:
+    """Measure latency and lost requests of the compiler service by number of clients."""
+    quiet()
+    script = Script(MODEL, MODEL, memory_tokens, read_script())
+    with contextlib.ExitStack() as stack:
+        url = url or stack.enter_context(started_service(queue, max_new_tokens))
+        asyncio.run(load(url, script, 1, 0.0))  # warm-up
+        results = [asyncio.run(load(url, script, int(number), seconds)) for number in clients.split(",")]
+    typer.echo("\n".join(table(results)))
+    reasons = [reason for result in results for reason in result.lost]
+    for reason in sorted(set(reasons)):
+        typer.echo(f"  {reasons.count(reason)} lost: {reason}")
+    typer.echo(f"lost: {len(reasons)}")
+    raise typer.Exit(bool(reasons))
+
+
+@contextlib.contextmanager
+def started_service(queue: int, max_new_tokens: int) -> Iterator[str]:
+    """Start a service with a fresh adapter and projector in PyTorch; yield its URL and stop it at the end."""
+    soft = Soft(n_tokens=N_SOFT, emb_std=0.02)
+    config = CompilerConfig(model=MODEL, dtype="float32", instructions="none", soft=soft, max_new_tokens=max_new_tokens)
+    url = http_url(LOOPBACK, port := free_port())
+    with tempfile.TemporaryDirectory(prefix="memcompiler-load-") as folder:
+        executor = SimpleNamespace(embedding_table=torch.zeros(1, EXECUTOR_WIDTH))
+        checkpoint.save_weights(Path(folder), load_compiler(config, executor))
+        command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "-c", "serve/quickstart"]
+        settings = [f"queue={queue}", f"compiler.max_new_tokens={max_new_tokens}", f"timeout_s={TIMEOUT_S}"]
+        with ChildProcess([*command, "--checkpoint", folder, "--port", str(port), *settings], output="kept") as service:
+            service.wait_until_ready(lambda: answers(f"{url}/ready"), 300)
+            yield url
+
+
+async def load(url: str, script: Script, clients: int, seconds: float) -> LoadResult:
+    """Run concurrent clients for a number of seconds; each sends at least one request."""
+    result, until = LoadResult(clients), time.perf_counter() + seconds
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
+        before, started = await _compile_counts(client), time.perf_counter()
+        await asyncio.gather(*(_run_client(client, script.spec(i), script, until, result) for i in range(clients)))
+        result.seconds = time.perf_counter() - started
+        after = await _compile_counts(client)
+    result.batch = (after[0] - before[0]) / max(1.0, after[1] - before[1])
+    return result
+
+
+async def _run_client(
+    client: httpx.AsyncClient, spec: EpisodeSpec, script: Script, until: float, result: LoadResult
+) -> None:
+    requests = script.compile_requests(spec, STEPS)
+    bodies = [CompileBody.of(request, SamplingBody(), ("mu",)) for request in requests]
+    turn = 0
+    while turn == 0 or time.perf_counter() < until:
+        await _send(client, bodies[turn % len(bodies)], result)
+        turn += 1
+
+
+async def _send(client: httpx.AsyncClient, body: Any, result: LoadResult) -> None:
+    """Send one request, and retry while the service puts it off."""
+    sent = time.perf_counter()
+    while True:
+        try:
+            reply = await client.post("/compile", json=body)
+        except httpx.HTTPError as error:
+            return result.lost.append(f"{type(error).__name__}: {error}")
+        if reply.status_code == 200:
+            return result.latencies.append(time.perf_counter() - sent)
+        wait = retry_after(reply.headers.get("Retry-After"))
+        if not wait or time.perf_counter() + wait - sent > TIMEOUT_S:
+            return result.lost.append(f"{reply.status_code}: {reply.text[:200]}")
+        result.retries += 1
+        await asyncio.sleep(wait)
+
+
+async def _compile_counts(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Read the numbers of compiled requests and of batches from the service's metrics."""
+    text = (await client.get("/metrics")).text
+    found = [re.search(rf"^memcompiler_{name}_total (\S+)$", text, re.M) for name in ("compilations", "batches")]
+    compilations, batches = (float(match[1]) if match else 0.0 for match in found)
+    return compilations, batches
+
+
+def table(results: Sequence[LoadResult]) -> list[str]:
+    heads = [
+        "clients",
+        "requests",
+        "lost",
+        "retries",
+        "requests/s",
+        "mean batch",
+        "50 %, ms",
+        "90 %",
+        "99 %",
+        "maximum",
+    ]
+    rows = []
+    for result in results:
+        counts = [result.clients, result.sent, len(result.lost), result.retries]
+        rates = [f"{len(result.latencies) / result.seconds:.1f}", f"{result.batch:.1f}"]
+        quantiles = np.quantile(result.latencies or [0.0], (0.5, 0.9, 0.99, 1.0))
+        rows.append([*map(str, counts), *rates, *(f"{1e3 * seconds:.0f}" for seconds in quantiles)])
+    return markdown_table(heads, rows)

@@ -1,0 +1,1 @@
+"""Studies behind the tables in README.md and docs/."""
