@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from agent.deliveries import Delivery, pasted
 from agent.records import Episode, StepInput, StepRecord, compile_request, delivered, executor_request, soft_read_on
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
-from envs.base import Environment, Task, living
+from envs.base import Environment, Observation, Task, Transition, living
 from executor.records import Action, Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
@@ -111,55 +111,87 @@ async def run_episode(
     """Play one episode, in a world of its own or, where it `goes_on`, in the one that an earlier one left. A failure of
     environment, memory, compiler or executor ends it with a named reason. Raises: EndpointStop, where no endpoint may
     be asked any more, for any episode; BankError, where memory is not what it was for any of them."""
-    episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
-    roles = _Roles(delivery, executor, env, expert, batcher, index, limits.sure)
+    expert = EpisodeExpert(env)
+    runner = EpisodeRunner(spec, limits, Roles(delivery, executor, env, expert, batcher, index, limits.sure), expert)
+    episode = runner.episode
     try:
-        with _failures_as(MemoryFailure):
-            session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
-        state, history = BriefState(spec.goal), ()
+        runner.begin()
         with _failures_as(EnvironmentFailure):
             observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
-        first, spares = observed.text, random.Random(f"{limits.seed} {spec.task.id}").random() < delivery.sparing
-        for t in range(limits.max_steps):
-            record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
-            episode.steps.append(record)
-            with _failures_as(MemoryFailure):
-                recalled = session.recall(observed.text)
-            episode.note_recall(recalled, record)
-            text = pasted(delivery.kind, episode.memory_text, recalled.entries)
-            step = StepInput(
-                spec.goal,
-                observed.text,
-                observed.image,
-                observed.admissible,
-                history,
-                recalled.entries,
-                state if delivery.brief_state else None,
-                text,
-                expert=expert,
-                first=first,
-            )
-            step, action = await roles.decide(step, record)
-            if step.emission is not None and (not spares or step.emission.guidance or not t):
-                state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
-            record.brief_after = render_brief_state(state)
+        for _ in range(limits.max_steps):
+            action = await runner.act(observed)
             started = time.perf_counter()
             with _failures_as(EnvironmentFailure):
                 transition = await ask(env, env.step, action)
-            record.seconds["environment"] = time.perf_counter() - started
-            record.note_transition(transition)
-            with _failures_as(MemoryFailure):
-                session.observe(record.told())
-            episode.progress = transition.progress
-            observed, history = transition.observation, (*history, action)
-            if transition.success or transition.done:
-                episode.success = transition.success
-                ended = StopReason.STEP_LIMIT if transition.truncated else StopReason.DONE
-                episode.stop_reason = StopReason.SUCCESS if transition.success else ended
+            if runner.take(transition, time.perf_counter() - started):
                 break
+            observed = transition.observation
     except EpisodeFailure as error:
         episode.stop_reason, episode.error = error.stop_reason, str(error)
     return episode
+
+
+class EpisodeRunner:
+    """One episode without its environment: `act` recalls, compiles and acts (Eq. 3 and 4), `take` takes in what the
+    environment answered (Eq. 5). `run_episode` and `memcompiler.Agent` share it."""
+
+    def __init__(self, spec: EpisodeSpec, limits: Limits, roles: Roles, expert: EpisodeExpert | None = None) -> None:
+        self.episode = _begin(spec, roles.delivery, limits)
+        self.brief_state = BriefState(spec.goal)
+        self._spec, self._roles, self._expert = spec, roles, expert
+        share = roles.delivery.sparing
+        self._spares = random.Random(f"{limits.seed} {spec.task.id}").random() < share
+        self._history: tuple[str, ...] = ()
+        self._session: Session = Fixed(Recall(spec.memory))
+
+    def begin(self) -> None:
+        """Open the memory session. Raises: MemoryFailure."""
+        with _failures_as(MemoryFailure):
+            if self._roles.delivery.kind != "none":
+                self._session = self._spec.begin()
+
+    async def act(self, observed: Observation) -> str:
+        """Record a step and return its action. Raises: the failure of memory, compiler or executor."""
+        episode, delivery, state = self.episode, self._roles.delivery, self.brief_state
+        brief = render_brief_state(state)
+        record = StepRecord(len(episode.steps), observed.text, observed.image, observed.admissible, brief)
+        episode.steps.append(record)
+        with _failures_as(MemoryFailure):
+            recalled = self._session.recall(observed.text)
+        episode.note_recall(recalled, record)
+        step = StepInput(
+            goal=self._spec.goal,
+            observation=observed.text,
+            image=observed.image,
+            admissible=observed.admissible,
+            history=self._history,
+            memory=recalled.entries,
+            state=state if delivery.brief_state else None,
+            pasted=pasted(delivery.kind, episode.memory_text, recalled.entries),
+            expert=self._expert,
+            first=episode.steps[0].observation,
+        )
+        step, action = await self._roles.decide(step, record)
+        if step.emission is not None and (not self._spares or step.emission.guidance or not record.t):
+            self.brief_state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
+        record.brief_after = render_brief_state(self.brief_state)
+        self._history = (*self._history, action)
+        return action
+
+    def take(self, transition: Transition, seconds: float) -> bool:
+        """Record what the environment answered to the last action, and return whether the episode is over. Raises:
+        MemoryFailure."""
+        episode, record = self.episode, self.episode.steps[-1]
+        record.seconds["environment"] = seconds
+        record.note_transition(transition)
+        with _failures_as(MemoryFailure):
+            self._session.observe(record.told())
+        episode.progress = transition.progress
+        if transition.success or transition.done:
+            episode.success = transition.success
+            ended = StopReason.STEP_LIMIT if transition.truncated else StopReason.DONE
+            episode.stop_reason = StopReason.SUCCESS if transition.success else ended
+        return transition.success or transition.done
 
 
 @contextmanager
@@ -197,7 +229,7 @@ def lost_episode(task: Task, delivery: str, seed: int, why: str, bank_version: i
 
 
 @dataclass(frozen=True, slots=True)
-class _Roles:
+class Roles:
     """Compiler and executor as one episode asks them: in a batch with those of the others, or at once where the backend
     wants no batch (`batched = False`). Those that ask the expert want none: it may plan for seconds in another process,
     beside the experts of other episodes, and nobody has to wait until all have planned."""
