@@ -202,6 +202,12 @@ DELIVERIES = {  # in the order of every table and plot
 }
 
 
+def register(spec: DeliverySpec) -> None:
+    """Add a delivery to the list, after those that are there. Raises: ValueError, where another one has its name."""
+    if DELIVERIES.setdefault(spec.name, spec) is not spec:
+        raise ValueError(f"there is a delivery {spec.name!r} already: choose another name")
+
+
 def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
     """Give the text of M that the executor reads as it is: what the episode began with, or what is recalled now."""
     match kind:

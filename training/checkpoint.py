@@ -1,5 +1,4 @@
-"""One checkpoint = one folder: adapter and projector (`compiler.checkpoint`), and what training goes on from; here, and
-on the Hugging Face hub (whose token comes from the environment, as for any HF tool).
+"""One checkpoint = one folder: adapter and projector (`compiler.checkpoint`), and what training goes on from.
 
     optimizer.safetensors   AdamW moments by parameter name
     state.json              step, cursor, seed, bank version, hashes, versions
@@ -27,14 +26,12 @@ from compiler.checkpoint import (
     PROJECTOR,
     CheckpointError,
     checkpoints,
-    find,
     name_of,
-    read_state,
     read_weights,
     save_projector,
 )
 from compiler.hf import MemoryCompiler
-from runtime.store import read_json, sync
+from runtime.store import sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +93,3 @@ def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[Tensors, di
     if strangers := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
         raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(strangers)[:3]} ...")
     return Tensors(weights, moments), state
-
-
-IGNORED = ["optimizer.safetensors"]  # only resuming needs it
-
-
-def model_card(checkpoint: Path) -> str:
-    """Say what the folder holds and how it was made, from the checkpoint's own records."""
-    state = read_state(checkpoint)
-    projector = read_json(checkpoint / "projector.json")
-    facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in (facts | projector).items())
-    return (
-        "---\nlibrary_name: peft\ntags: [memcompiler, embodied-agents, memory]\n---\n\n"
-        "# MemCompiler checkpoint\n\nA memory compiler: LoRA adapter (`adapter/`) and soft-token projector "
-        "(`projector.safetensors`). The executor is not in here; it stayed frozen, and its hash is below.\n\n"
-        f"| fact | value |\n|---|---|\n{rows}\n"
-    )
-
-
-def push(run: Path, repo: str, private: bool = True) -> str:
-    """Upload the checkpoint that `find` finds in a run or checkpoint folder; returns its address. Raises: as that."""
-    from huggingface_hub import HfApi
-
-    checkpoint = find(run)
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    card = model_card(checkpoint).encode()
-    api.upload_folder(repo_id=repo, folder_path=str(checkpoint), ignore_patterns=[*IGNORED, "README.md"])
-    api.upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=repo)
-    return f"hub:{repo}"

@@ -46,7 +46,6 @@ from memory.linear import Head
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
 from runtime.store import to_json
 from soft_mem.projector import Projector, ProjectorConfig
-from training.checkpoint import model_card
 
 STEP, CONFIG, ENVIRONMENT = "sft/checkpoints/step-000001", run_folder.CONFIG, run_folder.ENVIRONMENT
 SETTINGS = {"collect": CollectConfig(), "eval": EvalConfig(), "sft": EvalConfig()}
@@ -178,7 +177,7 @@ OTHER = Task("other", "put a mug in cabinet", "home 1", "test", "put")
 OF_STEP = (checkpoint.executor_reading, checkpoint.environment, checkpoint.load_projector, checkpoint.lora_config)
 READERS: Mapping[str, Sequence[Read]] = {
     "sft": [
-        *((lambda run, path, read=read: read(run.parent / STEP)) for read in (*OF_STEP, model_card)),
+        *((lambda run, path, read=read: read(run.parent / STEP)) for read in OF_STEP),
         lambda run, path: need.need_of(str(run.parent / STEP)),
         lambda run, path: plots.read_metrics(run / run_folder.METRICS),
     ],
