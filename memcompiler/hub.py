@@ -173,9 +173,7 @@ def _results(run: Path) -> dict[str, Any]:
 
 def model_card(found: Path, settings: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Write the model card: how to load it, the evaluation, and the records of the checkpoint."""
-    facts = {
-        name: value for name, value in checkpoint.read_state(found).items() if isinstance(value, int | float | str)
-    }
+    facts = {name: value for name, value in _public_state(found).items() if isinstance(value, int | float | str)}
     facts |= read_json(found / "projector.json")
     models = {role: settings[role].get("model", "merged, in this repository") for role in _SHARED}
     rows = "\n".join(
