@@ -123,7 +123,7 @@ async def run_episode(
             started = time.perf_counter()
             with _failures_as(EnvironmentFailure):
                 transition = await ask(env, env.step, action)
-            if runner.take(transition, time.perf_counter() - started):
+            if runner.record(transition, time.perf_counter() - started):
                 break
             observed = transition.observation
     except EpisodeFailure as error:
@@ -132,7 +132,7 @@ async def run_episode(
 
 
 class EpisodeRunner:
-    """One episode without its environment: `act` recalls, compiles and acts (Eq. 3 and 4), `take` takes in what the
+    """One episode without its environment: `act` recalls, compiles and acts (Eq. 3 and 4), `record` takes in what the
     environment answered (Eq. 5). `run_episode` and `memcompiler.Agent` share it."""
 
     def __init__(self, spec: EpisodeSpec, limits: Limits, roles: Roles, expert: EpisodeExpert | None = None) -> None:
@@ -178,7 +178,7 @@ class EpisodeRunner:
         self._history = (*self._history, action)
         return action
 
-    def take(self, transition: Transition, seconds: float) -> bool:
+    def record(self, transition: Transition, seconds: float) -> bool:
         """Record what the environment answered to the last action, and return whether the episode is over. Raises:
         MemoryFailure."""
         episode, record = self.episode, self.episode.steps[-1]

@@ -8,7 +8,7 @@ In every pantry one of four shelves holds the mug, always the same one: where an
 from __future__ import annotations
 
 import tempfile
-from typing import Any, Literal
+from typing import Any
 
 import memcompiler as mc
 
@@ -73,7 +73,7 @@ class Pantry:
 class PantrySettings(mc.EnvSettings):
     """Settings of the pantry, as `env={name: pantry, pantries: 6}`."""
 
-    name: Literal["pantry"] = "pantry"
+    name: str = "pantry"
     pantries: int = 6
 
 

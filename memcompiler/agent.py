@@ -139,7 +139,7 @@ class Agent:
             commands = None if admissible is None else tuple(admissible)
             observation = Observation(observation, image, commands)
         if runner.episode.steps:
-            runner.take(Transition(observation, progress, False, False), time.perf_counter() - self._acted)
+            runner.record(Transition(observation, progress, False, False), time.perf_counter() - self._acted)
         try:
             action = _completed(runner.act(observation))
         except EpisodeFailure as failure:
@@ -165,7 +165,7 @@ class Agent:
         if episode.steps and not episode.error:
             answer = Observation(observation)
             progress = 1.0 if success else episode.progress
-            runner.take(Transition(answer, progress, success, done=True), time.perf_counter() - self._acted)
+            runner.record(Transition(answer, progress, success, done=True), time.perf_counter() - self._acted)
         episode.rationale = rationale or ("" if success else str(episode.stop_reason))
         if commit and self.memory is not None and episode.steps:
             self.memory.commit(traces_of([episode]))

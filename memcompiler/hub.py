@@ -52,10 +52,7 @@ def model_settings(name: str | Path, overrides: Sequence[str] = (), revision: st
     if str(name) in SHIPPED:
         config, *own = SHIPPED[str(name)]
         return load_config(EvalConfig, config, [*own, *overrides])
-    text = str(name)
-    if not Path(text).exists() and _REPOSITORY.fullmatch(text.removeprefix(HUB)):
-        text = HUB + text.removeprefix(HUB) + (f"@{revision}" if revision else "")
-    folder = local_folder(text)
+    folder = _folder(str(name), revision)
     if (folder / MODELS).is_file():
         settings = _shared_settings(folder / MODELS)
         found = folder
@@ -65,6 +62,16 @@ def model_settings(name: str | Path, overrides: Sequence[str] = (), revision: st
     settings["compiler"]["checkpoint"] = str(found)
     given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return load_config(EvalConfig, None, [*given, *overrides])
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Return the folder of a run or checkpoint, or of a Hub repository where there is no folder of that name."""
+    if Path(name).exists() or name.startswith("zoo/") or not _REPOSITORY.fullmatch(name.removeprefix(HUB)):
+        return local_folder(name)
+    try:
+        return local_folder(HUB + name.removeprefix(HUB) + (f"@{revision}" if revision else ""))
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} is neither a folder nor a Hub repository that can be read: {error}") from error
 
 
 def _run_settings(found: Path) -> dict[str, Any]:

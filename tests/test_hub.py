@@ -69,7 +69,7 @@ def test_a_pushed_compiler_loads_from_its_repository(hub: hub_server.Hub, tmp_pa
     gate = need_of(str(repository / "zoo" / "alfworld" / "checkpoint"))
     assert gate is not None
     *found, failure = json.loads(loaded.stdout.splitlines()[-1])
-    assert found == [gate.sha256, True, 4] and failure.startswith("cannot download hub:someone/else")
+    assert found == [gate.sha256, True, 4] and "cannot download hub:someone/else" in failure
     assert not list(tmp_path.rglob("evil.bin")) and list(tmp_path.rglob("adapter_model.safetensors"))
 
 
