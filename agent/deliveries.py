@@ -214,6 +214,12 @@ DELIVERIES = {  # in the order of tables and plots
 }
 
 
+def register(spec: DeliverySpec) -> None:
+    """Add a delivery to the list, after those that are there. Raises: ValueError, where another one has its name."""
+    if DELIVERIES.setdefault(spec.name, spec) is not spec:
+        raise ValueError(f"there is a delivery {spec.name!r} already: choose another name")
+
+
 def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
     """Return the text of M that is pasted into the executor's prompt: of the episode's start, or recalled now."""
     match kind:

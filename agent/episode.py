@@ -27,7 +27,7 @@ from agent.records import (
     soft_read_on,
 )
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
-from envs.base import Environment, Task, living
+from envs.base import Environment, Observation, Task, Transition, living
 from executor.records import Action, Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
@@ -101,8 +101,7 @@ async def run_episode(
         EndpointStop: no endpoint can be called any more.
         BankError: the memory is not what it was when the run began.
     """
-    episode = _new_episode(spec, delivery, limits)
-    roles = _Roles(
+    roles = Roles(
         env=env,
         task=spec.task,
         delivery=delivery,
@@ -111,56 +110,88 @@ async def run_episode(
         batcher=batcher,
         index=index,
     )
+    runner = EpisodeRunner(spec, roles)
+    episode = runner.episode
     try:
-        with _failures_as(MemoryFailure):
-            session = spec.session() if spec.session and delivery.kind != "none" else Fixed(Recall(spec.memory))
+        runner.begin()
         with _failures_as(EnvironmentFailure):
             observed = await _call(env, living(env).proceed if continues else env.reset, spec.task)
-        state, history, first = BriefState(spec.goal), (), observed.text
-        for t in range(limits.max_steps):
-            record = StepRecord(
-                t=t,
-                observation=observed.text,
-                image=observed.image,
-                admissible=observed.admissible,
-                brief_before=render_brief_state(state),
-            )
-            episode.steps.append(record)
-            with _failures_as(MemoryFailure):
-                recalled = session.recall(observed.text)
-            episode.note_recall(recalled, record)
-            step = StepInput(
-                goal=spec.goal,
-                observation=observed.text,
-                image=observed.image,
-                admissible=observed.admissible,
-                history=history,
-                memory=recalled.entries,
-                state=state if delivery.brief_state else None,
-                pasted=pasted(delivery.kind, episode.memory_text, recalled.entries),
-                first=first,
-            )
-            action = await roles.decide(step, record)
-            if record.compilation is not None and record.compilation.applies_ops:
-                state, record.op_errors = apply_ops(record.compilation.emission.ops, state)  # Eq. 4
-            record.brief_after = render_brief_state(state)
+        for _ in range(limits.max_steps):
+            action = await runner.act(observed)
             started = time.perf_counter()
             with _failures_as(EnvironmentFailure):
                 transition = await _call(env, env.step, action)
-            record.seconds["environment"] = time.perf_counter() - started
-            record.note_transition(transition)
-            with _failures_as(MemoryFailure):
-                session.observe(record.told())
-            episode.progress = transition.progress
-            observed, history = transition.observation, (*history, action)
-            if transition.success or transition.done:
-                episode.success = transition.success
-                ended = StopReason.STEP_LIMIT if transition.truncated else StopReason.DONE
-                episode.stop_reason = StopReason.SUCCESS if transition.success else ended
+            if runner.record(transition, time.perf_counter() - started):
                 break
+            observed = transition.observation
     except EpisodeFailure as error:
         episode.stop_reason, episode.error = error.stop_reason, str(error)
     return episode
+
+
+class EpisodeRunner:
+    """One episode of the agent loop, which `run_episode` and `memcompiler.Agent` share; the caller steps the
+    environment."""
+
+    def __init__(self, spec: EpisodeSpec, roles: Roles) -> None:
+        self.episode = _new_episode(spec, roles.delivery, roles.limits)
+        self.brief_state = BriefState(spec.goal)  # b_t
+        self._spec, self._roles = spec, roles
+        self._history: tuple[str, ...] = ()
+        self._session: Session = Fixed(Recall(spec.memory))
+
+    def begin(self) -> None:
+        """Open the memory session. Raises: MemoryFailure."""
+        if self._spec.session is not None and self._roles.delivery.kind != "none":
+            with _failures_as(MemoryFailure):
+                self._session = self._spec.session()
+
+    async def act(self, observed: Observation) -> str:
+        """Recall, compile and act on an observation (Eq. 3 to 5), and return the action. Raises: EpisodeFailure."""
+        episode, delivery, state = self.episode, self._roles.delivery, self.brief_state
+        record = StepRecord(
+            t=len(episode.steps),
+            observation=observed.text,
+            image=observed.image,
+            admissible=observed.admissible,
+            brief_before=render_brief_state(state),
+        )
+        episode.steps.append(record)
+        with _failures_as(MemoryFailure):
+            recalled = self._session.recall(observed.text)
+        episode.note_recall(recalled, record)
+        step = StepInput(
+            goal=self._spec.goal,
+            observation=observed.text,
+            image=observed.image,
+            admissible=observed.admissible,
+            history=self._history,
+            memory=recalled.entries,
+            state=state if delivery.brief_state else None,
+            pasted=pasted(delivery.kind, episode.memory_text, recalled.entries),
+            first=episode.steps[0].observation,
+        )
+        action = await self._roles.decide(step, record)
+        if record.compilation is not None and record.compilation.applies_ops:
+            self.brief_state, record.op_errors = apply_ops(record.compilation.emission.ops, state)  # Eq. 4
+        record.brief_after = render_brief_state(self.brief_state)
+        self._history = (*self._history, action)
+        return action
+
+    def record(self, transition: Transition, seconds: float) -> bool:
+        """Record the environment's answer to the last action; return whether the episode is over. Raises:
+        MemoryFailure."""
+        episode, record = self.episode, self.episode.steps[-1]
+        record.seconds["environment"] = seconds
+        record.note_transition(transition)
+        with _failures_as(MemoryFailure):
+            self._session.observe(record.told())
+        episode.progress = transition.progress
+        if transition.success or transition.done:
+            episode.success = transition.success
+            ended = StopReason.STEP_LIMIT if transition.truncated else StopReason.DONE
+            episode.stop_reason = StopReason.SUCCESS if transition.success else ended
+        return transition.success or transition.done
 
 
 def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
@@ -210,7 +241,7 @@ async def _call(env: Environment, method: Callable[..., T], *arguments: object) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Roles:
+class Roles:
     """Compiler and executor of one episode."""
 
     env: Environment

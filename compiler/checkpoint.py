@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from configs.models import model_path
 from runtime.store import RecordError, read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # finding a checkpoint must not import transformers and PEFT
 
     from compiler.hf import MemoryCompiler
 
+HUB = "hub:"
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")  # no pickle, no code
 PREFIX = "step-"
 BEST = "best"  # symbolic link to the checkpoint with the lowest validation loss, in runs with validation
 POLICY, PROJECTOR = "policy.", "projector."  # prefixes of the compiler's parameter names
@@ -63,12 +66,31 @@ def best(folder: Path) -> Path | None:
     return folder / link.readlink() if link.is_symlink() and (link / "state.json").is_file() else None
 
 
-def find(path: Path) -> Path:
+def local_folder(name: str | Path) -> Path:
+    """Return the folder that `name` means: a path, a shipped `zoo/...`, or `hub:ORG/NAME[@REVISION]`, which is
+    downloaded from the Hugging Face Hub into its cache. Raises: CheckpointError, where the download fails."""
+    if not str(name).startswith(HUB):
+        return Path(model_path(str(name)))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    repository, _, revision = str(name).removeprefix(HUB).partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(HUB_FILES)))
+    except (OSError, HFValidationError) as error:  # HfHubHTTPError is an OSError
+        raise CheckpointError(f"cannot download {name}: {str(error).strip().splitlines()[0]}") from error
+
+
+def find(path: str | Path) -> Path:
     """Find the checkpoint of a folder (its own, a run's, or `checkpoints`): the best with validation, else the newest.
+
+    Args:
+        path: as in `local_folder`.
 
     Raises:
         CheckpointError: there is none.
     """
+    path = local_folder(path)
     if (path / "state.json").is_file():
         return path
     for folder in (path, path / "checkpoints"):

@@ -245,14 +245,16 @@ def answer_questions(
 
 @app.command()
 def push(
-    run: Annotated[Path, typer.Argument(help="A run or checkpoint folder.")],
+    run: Annotated[str, typer.Argument(help="A run or checkpoint folder.")],
     repo: Repository,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings, such as executor.model=ORG/NAME.")] = None,
     public: Public = False,
 ) -> None:
-    """Upload a checkpoint (adapter, projector, model card) to the Hugging Face Hub."""
-    from training.checkpoint import push as upload
+    """Upload a trained compiler (adapter, projector, gate, settings, model card) to the Hugging Face Hub; `mc.load` and
+    compiler.checkpoint=hub:ORG/NAME read it back."""
+    from memcompiler.hub import push as upload
 
-    typer.echo(upload(run, repo, private=not public))
+    typer.echo(upload(run, repo, private=not public, overrides=overrides or []))
 
 
 @app.command()

@@ -1,6 +1,4 @@
-"""Training checkpoints, and their upload to the Hugging Face hub (whose token comes from the environment).
-
-A checkpoint is a folder with adapter and projector (`compiler.checkpoint`) and the state to resume from:
+"""Training checkpoints: one folder each, with adapter, projector and the state to resume from.
 
     optimizer.safetensors   AdamW moments by parameter name
     state.json              step, seed, bank version, hashes, versions
@@ -28,14 +26,12 @@ from compiler.checkpoint import (
     PROJECTOR,
     CheckpointError,
     checkpoints,
-    find,
     name_of,
-    read_state,
     read_weights,
     save_projector,
 )
 from compiler.hf import MemoryCompiler
-from runtime.store import read_json, sync
+from runtime.store import sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +100,3 @@ def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[TrainingTen
     if unknown := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
         raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(unknown)[:3]} ...")
     return TrainingTensors(weights, moments), state
-
-
-NOT_UPLOADED = ["optimizer.safetensors", "README.md"]  # needed for resuming only; written here
-
-
-def model_card(checkpoint: Path) -> str:
-    """Write a model card from the checkpoint's state and projector settings."""
-    state = read_state(checkpoint)
-    projector = read_json(checkpoint / "projector.json")
-    facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in (facts | projector).items())
-    return (
-        "---\nlibrary_name: peft\ntags: [memcompiler, embodied-agents, memory]\n---\n\n"
-        "# MemCompiler checkpoint\n\nA memory compiler: LoRA adapter (`adapter/`) and soft-token projector "
-        "(`projector.safetensors`). The executor is not included; it stayed frozen, and its hash is below.\n\n"
-        f"| fact | value |\n|---|---|\n{rows}\n"
-    )
-
-
-def push(run: Path, repo: str, private: bool = True) -> str:
-    """Upload the checkpoint of a run or checkpoint folder; returns its address. Raises: CheckpointError, if there is
-    none."""
-    from huggingface_hub import HfApi
-
-    checkpoint = find(run)
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    card = model_card(checkpoint).encode()
-    api.upload_folder(repo_id=repo, folder_path=str(checkpoint), ignore_patterns=NOT_UPLOADED)
-    api.upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=repo)
-    return f"hub:{repo}"

@@ -47,7 +47,6 @@ from memory.linear import Head
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
 from runtime.store import to_json
 from soft_mem.projector import Projector, ProjectorConfig
-from training.checkpoint import model_card
 
 STEP, CONFIG, ENVIRONMENT = "sft/checkpoints/step-000001", run_folder.CONFIG, run_folder.ENVIRONMENT
 SETTINGS = {"collect": CollectConfig(), "eval": EvalConfig(), "sft": EvalConfig()}
@@ -184,7 +183,7 @@ CHECKPOINT_READERS = (
 )
 READERS: Mapping[str, Sequence[Read]] = {
     "sft": [
-        *((lambda run, path, read=read: read(run.parent / STEP)) for read in (*CHECKPOINT_READERS, model_card)),
+        *((lambda run, path, read=read: read(run.parent / STEP)) for read in CHECKPOINT_READERS),
         lambda run, path: gate.need_of(str(run.parent / STEP)),
         lambda run, path: plots.read_metrics(run / run_folder.METRICS),
     ],

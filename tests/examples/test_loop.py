@@ -1,4 +1,4 @@
-"""`examples/loop.py` runs from a clone, and its task is solved with what memory knows."""
+"""The examples run from any folder, and memory solves the task of the loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from examples.loop import main
+from examples import loop, own_environment
 
 
-def test_the_paper_s_loop_solves_its_task_with_what_memory_knows(
-    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_the_agent_of_the_example_solves_its_task_with_memory_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(repository)
-    assert main() is True
-    told = capsys.readouterr().out
-    assert told.rstrip().endswith("success: True")
-    first = told.index("\n0  HYBRID: '> in home 2 the plate was in microwave 1 | go to microwave 1")
-    act = told.index("-> go to microwave 1\n   You arrive at microwave 1.", first)
-    folded = told.index("done: take plate 1 from microwave 1 ; heat plate 1 with microwave 1", act)
-    assert "memory: 4 entries" in told[:first] and "Brief State at the end:" in told[act:folded]
+    monkeypatch.chdir(tmp_path)
+    assert loop.main() == {"with memory": True, "without memory": False}
+    shown = capsys.readouterr().out
+    assert "go to microwave 1 (because in the tomato was in microwave 1)" in shown
+
+
+@pytest.mark.slow
+def test_an_environment_in_one_file_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from envs import registry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry._ALL, "_known", {})
+    results = own_environment.main()
+    assert (results["environment"], results["split"], results["n_tasks"]) == ("pantry", "test", 6)
+    assert results["results"]["static"]["success"]["mean"] > results["results"]["none"]["success"]["mean"] > 0

@@ -1,0 +1,139 @@
+"""The functions of the public API: models, memories and environments by name; the commands as functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from configs.collect import CollectConfig, MemoryConfig
+from configs.evaluation import EvalConfig
+from configs.load import load_config
+from configs.training import GrpoConfig, SftConfig
+from envs.registry import Environments, settings_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from compiler.gate import Need
+    from compiler.records import Compiler
+    from executor.records import Executor
+    from memory.protocol import MemorySystem
+
+Schema = TypeVar("Schema", bound="BaseModel")
+
+
+def load(name: str | Path, *overrides: str, revision: str | None = None) -> tuple[Compiler, Executor]:
+    """Load a compiler and the frozen executor that it was trained for.
+
+    Args:
+        name: a run or checkpoint folder; `zoo/alfworld` or `zoo/household`, which ship (the latter is a base: its
+            adapter and projector are untrained); or a Hugging Face Hub repository, ORG/NAME.
+        overrides: settings over those of the run, as `executor.device=cpu`.
+        revision: commit, tag or branch of a Hub repository; default: the newest.
+
+    Raises:
+        ConfigError: the settings are missing or wrong.
+        CheckpointError: there is no checkpoint, or it does not fit its model.
+    """
+    from compiler.build import load_compiler
+    from envs.registry import compiler_told
+    from eval.model_cache import ModelCache
+    from memcompiler.hub import model_settings
+
+    config, models = model_settings(name, overrides, revision), ModelCache()
+    executor = models.executor(config)
+    if config.compiler.checkpoint is None and config.compiler.engine == "hf":
+        return load_compiler(config.compiler, executor, config.seed, compiler_told(config.env)), executor
+    compiler = models.compiler(config)
+    assert compiler is not None  # the default deliveries need one
+    return compiler, executor
+
+
+def load_gate(name: str | Path, *, revision: str | None = None) -> Need:
+    """Load the compile gate beside a checkpoint, for `mc.Agent(..., delivery="compiled_needed", gate=...)`; `name` as
+    in `load`. Raises: CheckpointError, where there is none."""
+    from compiler.gate import need_for
+    from memcompiler.hub import model_settings
+
+    gate = need_for(["compiled_needed"], model_settings(name, (), revision).compiler.checkpoint)
+    assert gate is not None  # else it raises
+    return gate
+
+
+def open_memory(
+    path: str | Path, system: str | None = None, *, version: int | None = None, **settings: Any
+) -> MemorySystem:
+    """Open the memory in a folder, which is created where there is none.
+
+    Args:
+        system: the memory system; default: the folder's, or `trajectory`, the paper's bank.
+        version: opens a read-only view of that version.
+        settings: of the memory system.
+
+    Raises:
+        BankError: the folder holds something else, or no such version.
+    """
+    from data_gen import memories
+    from memory.registry import DEFAULT
+
+    is_new, system = not Path(path).exists(), system or memories.system_of(Path(path)) or DEFAULT
+    config = MemoryConfig(system=system, bank=str(path), version=version, settings=settings)
+    memory = memories.open_memory(config, Path(path))
+    if is_new:
+        memories.make_memory(memory)
+    return memory
+
+
+def open_environment(name: str, **settings: Any) -> Environments:
+    """Open a registered environment: `tasks(split)` lists tasks, `lease()` returns an `mc.Environment`. Close it after
+    use (it is a context manager). Raises: ValueError, for an unknown environment or setting."""
+    return Environments(settings_of({"name": name, **settings}))
+
+
+def collect(config: CollectConfig | str | Path, *overrides: str, out: str | Path, on_exists: str = "resume") -> Path:
+    """Play training tasks with a teacher; write a memory bank to OUT/bank and SFT rows to OUT/rows. Return OUT.
+
+    Args:
+        config: settings, a YAML file, or a name in configs/ such as `collect/quickstart`.
+        overrides: settings over the file's, as `env.seed=1`.
+        on_exists: for a run in OUT: `resume`, `raise` or `overwrite`.
+    """
+    from memcompiler.collect import run_collect
+
+    run_collect(_settings(CollectConfig, config, overrides), Path(out), on_exists)
+    return Path(out)
+
+
+def train_sft(config: SftConfig | str | Path, *overrides: str, out: str | Path, on_exists: str = "resume") -> Path:
+    """Train compiler and projector on SFT rows (stage 1); arguments as of `collect`. Return OUT, which `load` takes."""
+    from training import sft
+
+    sft.train_sft(_settings(SftConfig, config, overrides), Path(out), on_exists)
+    return Path(out)
+
+
+def train_grpo(config: GrpoConfig | str | Path, *overrides: str, out: str | Path, on_exists: str = "resume") -> Path:
+    """Train an SFT checkpoint by GRPO on task success (stage 2); arguments as of `collect`. Return OUT, which `load`
+    takes."""
+    from training import grpo
+
+    grpo.train_grpo(_settings(GrpoConfig, config, overrides), Path(out), on_exists)
+    return Path(out)
+
+
+def evaluate(
+    config: EvalConfig | str | Path, *overrides: str, out: str | Path, on_exists: str = "resume"
+) -> dict[str, Any]:
+    """Evaluate deliveries on the same tasks; write results.json, episodes.jsonl and report.html to OUT. Return the
+    results (docs/results-format.md); arguments as of `collect`."""
+    from eval.evaluate import run_eval
+
+    return run_eval(_settings(EvalConfig, config, overrides), Path(out), on_exists)
+
+
+def _settings(schema: type[Schema], config: Schema | str | Path, overrides: tuple[str, ...]) -> Schema:
+    if not isinstance(config, str | Path):
+        if overrides:
+            raise ValueError(f"overrides belong to a file: change the {schema.__name__} instead")
+        return config
+    return load_config(schema, config, overrides)
