@@ -213,4 +213,12 @@ def recall(
     names = (("recall.json",), "recall", [("--data", data)])
     with output_folder(out, "bench recall", *names) if out else nullcontext():
         used = MemoryModels.model_validate(with_models)
-        run_recall(data, memory, budgets, read_overrides(settings or []), facts, out, used)
+        run_recall(
+            data,
+            memory=memory,
+            budgets=budgets,
+            settings=read_overrides(settings or []),
+            facts=facts,
+            out=out,
+            models=used,
+        )

@@ -141,8 +141,8 @@ def data_export(
     folders = row_folders(rows)
     check_inputs(out, [("ROWS", folder) for folder in folders])
     system = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
-    rows = load_rows(folders)
-    typer.echo(f"{out}: {export(rows, out, instructions=system, images=images, held_out=held_out, seed=seed)}")
+    loaded = load_rows(folders)
+    typer.echo(f"{out}: {export(loaded, out, instructions=system, images=images, held_out=held_out, seed=seed)}")
 
 
 @with_settings("configs.collect:CollectConfig")

@@ -124,7 +124,7 @@ def run_trainer(
         served = config.compiler.engine == "vllm" or (engines is not None and bool(engines.compilers))
         location = weights_location(config.backend) if served else "device"
         compiler = load_compiler(
-            config.compiler, executor, seed=config.seed, told=compiler_told(config.env), weights=location
+            config.compiler, executor, seed=config.seed, instructions=compiler_told(config.env), weights=location
         )
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))

@@ -39,7 +39,7 @@ class Policy:
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Compute the samples' log-probabilities (B, T + L) under the current weights, at the sampling temperatures."""
         scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples])
-        full = self.compiler.logprobs(scored.logits, scored.targets)
+        full = self.compiler.logprobs(scored.logits)
         text = full.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
         if self.pathwise:
             latent = self._score_actions(scored.gaussian, samples)

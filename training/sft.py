@@ -137,7 +137,7 @@ def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, Froze
     if location != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
         emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
         settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
-    return load_compiler(settings, executor, seed=config.seed, told=spec.compiling, weights=location), executor
+    return load_compiler(settings, executor, seed=config.seed, instructions=spec.compiling, weights=location), executor
 
 
 def exclude_bad_rows(
