@@ -22,11 +22,11 @@ from agent.expert import ExpertTeacher
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
 from compiler.language import Emission
-from compiler.records import Compilation, Compiler, CompileRequest, Guess
-from envs.trajectories import TrajectoryReader
+from compiler.records import Compilation, Compiler, CompileRequest, Gate
+from envs.command_reader import CommandReader
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry
-from memory.trajectory import stated_goal
+from memory.trajectory import goal_with_scene
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,8 @@ class Delivery:
     compiler: Compiler | None = None
     soft: bool = True
     brief_state: bool = True
-    where_unsure: bool = False  # compile only where the executor alone has low confidence
-    need: Guess | None = None  # compile only the first step and those that this gate selects
+    low_confidence_only: bool = False  # compile only where the executor alone has low confidence
+    gate: Gate | None = None  # compile only the first step and those that this gate selects
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
@@ -59,18 +59,18 @@ class DeliverySpec:
     label: str  # in tables and plots
     kind: Kind = "compiled"
     # Creates the compiler from the trained one (None if none is loaded), the seed and the environment's command reader.
-    compiler: Callable[[Compiler | None, int, TrajectoryReader], Compiler | None] = lambda *_: None
+    compiler: Callable[[Compiler | None, int, CommandReader], Compiler | None] = lambda *_: None
     soft: bool = True
     brief_state: bool = True
-    where_unsure: bool = False  # as in `Delivery`; the executor has to report its confidence
-    where_needed: bool = False  # compile only where the compile gate (`compiler.gate`) says so
+    low_confidence_only: bool = False  # as in `Delivery`; the executor has to report its confidence
+    gated: bool = False  # compile only where the compile gate (`compiler.gate`) says so
     needs_checkpoint: bool = False  # a trained compiler is required
     needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M: all retrieved entries, the best one, or none
     control: bool = False  # a control condition; tables show it below a rule
     interdependent: bool = False  # episodes depend on those beside them: a resumed run plays all of them again
     compared_with: tuple[str, ...] = ()  # deliveries that results always compare it with
-    played: bool = True  # False for a name that occurs in results only
+    playable: bool = True  # False for a name that occurs in results only
 
     @property
     def recalls(self) -> bool:
@@ -82,8 +82,8 @@ class DeliverySpec:
         """Return whether the executor reads soft tokens that the trained compiler computed for this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
-    def make(
-        self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Guess | None = None
+    def create(
+        self, trained: Compiler | None, seed: int, reader: CommandReader | None = None, gate: Gate | None = None
     ) -> Delivery:
         """Create the delivery that the loop runs.
 
@@ -97,16 +97,16 @@ class DeliverySpec:
         """
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
-        if self.where_needed and need is None:
-            raise ValueError(f"delivery {self.name} needs a compile gate: run `memcompiler train need` on the SFT run")
+        if self.gated and gate is None:
+            raise ValueError(f"delivery {self.name} needs a compile gate: run `memcompiler train gate` on the SFT run")
         return Delivery(
             name=self.name,
             kind=self.kind,
-            compiler=self.compiler(trained, seed, reader or TrajectoryReader()),
+            compiler=self.compiler(trained, seed, reader or CommandReader()),
             soft=self.soft,
             brief_state=self.brief_state,
-            where_unsure=self.where_unsure,
-            need=need if self.where_needed else None,
+            low_confidence_only=self.low_confidence_only,
+            gate=gate if self.gated else None,
         )
 
 
@@ -156,21 +156,21 @@ DELIVERIES = {  # in the order of tables and plots
             compiler=_trained,
             needs_checkpoint=True,
             compared_with=(COMPILED,),
-            played=False,
+            playable=False,
         ),
         DeliverySpec(
-            "compiled_unsure",
+            "compiled_low_confidence",
             "compiled, where unsure",
             compiler=_trained,
-            where_unsure=True,
+            low_confidence_only=True,
             needs_checkpoint=True,
             compared_with=("none", "static", COMPILED),
         ),
         DeliverySpec(
-            "compiled_needed",
+            "compiled_gated",
             "compiled, where needed",
             compiler=_trained,
-            where_needed=True,
+            gated=True,
             needs_checkpoint=True,
             compared_with=("none", "static", COMPILED),
         ),
@@ -220,7 +220,7 @@ def register(spec: DeliverySpec) -> None:
         raise ValueError(f"there is a delivery {spec.name!r} already: choose another name")
 
 
-def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
+def pasted_memory(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
     """Return the text of M that is pasted into the executor's prompt: of the episode's start, or recalled now."""
     match kind:
         case "static":
@@ -236,7 +236,7 @@ def find(name: str) -> DeliverySpec:
         return DELIVERIES[name]
     close = difflib.get_close_matches(name, DELIVERIES, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    playable = ", ".join(spec.name for spec in DELIVERIES.values() if spec.played)
+    playable = ", ".join(spec.name for spec in DELIVERIES.values() if spec.playable)
     raise ValueError(f"there is no delivery {name!r}{hint}; there are {playable}")
 
 
@@ -251,14 +251,14 @@ def recorded_step(
     """
     spec, step = find(episode.delivery), episode.steps[t]
     return StepInput(
-        goal=stated_goal(episode.goal, episode.scene),
+        goal=goal_with_scene(episode.goal, episode.scene),
         observation=step.observation,
         image=step.image,
         admissible=step.admissible,
         history=tuple(earlier.action for earlier in episode.steps[:t]),
         memory=tuple(memory),
         state=parse_brief_state(step.brief_before) if spec.brief_state else None,
-        pasted=pasted(spec.kind, episode.memory_text, memory),
+        pasted_memory=pasted_memory(spec.kind, episode.memory_text, memory),
         emission=Emission(step.guidance, step.reason) if step.emission_kind else None,
         soft=soft,
         first=episode.steps[0].observation,

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from compiler.brief_state import BriefState, Create, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
-from memory.words import folded
+from memory.words import fold_text
 
 SHARED, PIECES, STRETCH = 2, 2, 3
 _WORD = re.compile(r"[^\0-@\[-`{-\x7f]+(?: \d+)?")  # letters, beyond ASCII of any script
@@ -49,7 +49,7 @@ def disclose(request: CompileRequest) -> Emission:
 
 def words(text: str) -> frozenset[str]:
     """Return the content words; a numbered thing counts as itself and as its kind."""
-    found = _WORD.findall(folded(text, pairs=True))
+    found = _WORD.findall(fold_text(text, pairs=True))
     return frozenset(w for word in found for w in (word, word.split()[0]) if w.split()[0] not in _PLAIN)
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from agent.batching import Backend, StepBatcher
-from agent.deliveries import Delivery, pasted
+from agent.deliveries import Delivery, pasted_memory
 from agent.records import (
     Episode,
     EpisodeContext,
@@ -27,12 +27,12 @@ from agent.records import (
     soft_read_on,
 )
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
-from envs.base import Environment, Observation, Task, Transition, living
+from envs.base import Environment, Observation, Task, Transition, is_persistent
 from executor.records import Action, Executor
-from lm.ledger import EndpointStop
+from lm.answer_cache import EndpointStop
 from memory.entry import MemoryEntry
-from memory.protocol import BankError, Fixed, Recall, Session, Trace
-from memory.trajectory import stated_goal
+from memory.protocol import BankError, FixedSession, Recall, Session, Trace
+from memory.trajectory import goal_with_scene
 from runtime.errors import (
     CompilerFailure,
     EnvironmentFailure,
@@ -47,12 +47,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """Settings of a run of episodes."""
 
     max_steps: int = 15
     seed: int = 0
-    sure: float = 0.9  # under `Delivery.where_unsure`, an executor at least this confident acts without a compilation
+    min_confidence: float = (
+        0.9  # under `Delivery.low_confidence_only`, an executor at least this confident acts without a compilation
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,13 @@ class EpisodeSpec:
     task: Task
     memory: tuple[MemoryEntry, ...] = ()
     bank_version: int | None = None
-    session: Callable[[], Session] | None = None
-    again: Callable[[Sequence[Trace]], Session | None] = lambda _: None
+    open_session: Callable[[], Session] | None = None
+    next_attempt: Callable[[Sequence[Trace]], Session | None] = lambda _: None
 
     @property
     def goal(self) -> str:
         """Return the goal as memory, compiler and executor state it."""
-        return stated_goal(self.task.goal, self.task.scene)
+        return goal_with_scene(self.task.goal, self.task.scene)
 
 
 # -- one episode ------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ async def run_episode(
     *,
     delivery: Delivery,
     executor: Executor,
-    limits: Limits,
+    limits: EpisodeLimits,
     batcher: StepBatcher,
     index: int,
     continues: bool = False,
@@ -115,7 +117,7 @@ async def run_episode(
     try:
         runner.begin()
         with _failures_as(EnvironmentFailure):
-            observed = await _call(env, living(env).proceed if continues else env.reset, spec.task)
+            observed = await _call(env, is_persistent(env).proceed if continues else env.reset, spec.task)
         for _ in range(limits.max_steps):
             action = await runner.act(observed)
             started = time.perf_counter()
@@ -138,13 +140,13 @@ class EpisodeRunner:
         self.brief_state = BriefState(spec.goal)  # b_t
         self._spec, self._roles = spec, roles
         self._history: tuple[str, ...] = ()
-        self._session: Session = Fixed(Recall(spec.memory))
+        self._session: Session = FixedSession(Recall(spec.memory))
 
     def begin(self) -> None:
         """Open the memory session. Raises: MemoryFailure."""
-        if self._spec.session is not None and self._roles.delivery.kind != "none":
+        if self._spec.open_session is not None and self._roles.delivery.kind != "none":
             with _failures_as(MemoryFailure):
-                self._session = self._spec.session()
+                self._session = self._spec.open_session()
 
     async def act(self, observed: Observation) -> str:
         """Recall, compile and act on an observation (Eq. 3 to 5), and return the action. Raises: EpisodeFailure."""
@@ -168,7 +170,7 @@ class EpisodeRunner:
             history=self._history,
             memory=recalled.entries,
             state=state if delivery.brief_state else None,
-            pasted=pasted(delivery.kind, episode.memory_text, recalled.entries),
+            pasted_memory=pasted_memory(delivery.kind, episode.memory_text, recalled.entries),
             first=episode.steps[0].observation,
         )
         action = await self._roles.decide(step, record)
@@ -185,7 +187,7 @@ class EpisodeRunner:
         record.seconds["environment"] = seconds
         record.note_transition(transition)
         with _failures_as(MemoryFailure):
-            self._session.observe(record.told())
+            self._session.observe(record.to_memory_record())
         episode.progress = transition.progress
         if transition.success or transition.done:
             episode.success = transition.success
@@ -194,7 +196,7 @@ class EpisodeRunner:
         return transition.success or transition.done
 
 
-def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
+def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: EpisodeLimits) -> Episode:
     """Create the record of an episode before its first step."""
     task = spec.task
     return Episode(
@@ -213,7 +215,7 @@ def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episo
 def lost_episode(task: Task, delivery: str, seed: int, why: str, bank_version: int | None = None) -> Episode:
     """Create the record of an episode whose worker was lost before it ended."""
     spec = EpisodeSpec(task, bank_version=bank_version)
-    episode = _new_episode(spec, Delivery(delivery, "none"), Limits(seed=seed))
+    episode = _new_episode(spec, Delivery(delivery, "none"), EpisodeLimits(seed=seed))
     episode.stop_reason, episode.error = StopReason.WORKER_FAILURE, why
     return episode
 
@@ -248,24 +250,24 @@ class Roles:
     task: Task
     delivery: Delivery
     executor: Executor
-    limits: Limits
+    limits: EpisodeLimits
     batcher: StepBatcher
     index: int
 
     async def decide(self, step: StepInput, record: StepRecord) -> str:
         """Compile and act (Eq. 3 to 5), or act without compiling where the delivery says so. Return the action."""
-        need = self.delivery.need
+        need = self.delivery.gate
         if need is not None and record.t:  # the first step is always compiled: it makes the plan
-            record.needed = need(compile_request(step))
-            if record.needed < need.threshold:
+            record.gate_probability = need(compile_request(step))
+            if record.gate_probability < need.threshold:
                 return (await self._act(step, record)).action
-        if not self.delivery.where_unsure:
+        if not self.delivery.low_confidence_only:
             return (await self._act(await self._compile(step, record), record)).action
         alone = await self._act(step, record)
-        record.sure = alone.sure
-        if record.sure is None:
-            raise ExecutorFailure("it does not say how sure it is: only of listed commands, with executor.mode=choice")
-        if record.sure >= self.limits.sure:
+        record.confidence = alone.confidence
+        if record.confidence is None:
+            raise ExecutorFailure("it reports no confidence: only for listed commands, with executor.mode=choice")
+        if record.confidence >= self.limits.min_confidence:
             return alone.action
         compiled = await self._compile(step, record)
         if delivered(compiled, self.executor) == delivered(step, self.executor):
@@ -323,7 +325,7 @@ def run_episodes(
     specs: Sequence[EpisodeSpec],
     delivery: Delivery,
     executor: Executor,
-    limits: Limits,
+    limits: EpisodeLimits,
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
@@ -346,7 +348,7 @@ def run_sequences(
     sequences: Sequence[Sequence[EpisodeSpec]],
     delivery: Delivery,
     executor: Executor,
-    limits: Limits,
+    limits: EpisodeLimits,
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[list[Episode]]:

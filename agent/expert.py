@@ -9,7 +9,7 @@ so once.
 The Brief State notes what places lack. Where scenes share places, it also lists the places to try, best first: they are
 noted at the first view, which lists the scene's places, and a place that lacks the thing leaves the list. So the next
 place is always the first of the list. In environments with recipes, the teacher gives the plan's next command if past
-episodes did the same at the same point. `envs.trajectories` parses commands and views.
+episodes did the same at the same point. `envs.command_reader` parses commands and views.
 
 The teacher does not use pictures. What only the view shows is learned by the soft tokens, from the action loss.
 """
@@ -28,10 +28,10 @@ from agent.records import Episode, EpisodeContext
 from compiler.brief_state import MAX_ITEMS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
-from envs.household.trajectories import taken
-from envs.trajectories import Fact, TrajectoryReader
+from envs.command_reader import CommandReader, Fact
+from envs.household.command_reader import first_taken
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Grounding, Reads
+from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding
 from memory.entry import MemoryEntry
 
 MAYBE, NOWHERE = "maybe ", "not where memory says"  # beliefs about a thing: places to try, or none left
@@ -47,7 +47,7 @@ def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | No
     """Return the entry of the goal's scene whose episode took a thing that the goal names."""
     for word in re.findall(r"[a-z]+", goal.lower()):
         for entry in memory:
-            fact = taken(entry.provenance.actions)
+            fact = first_taken(entry.provenance.actions)
             if fact and fact[0] == word and goal.startswith(f"in {entry.provenance.scene}: "):
                 return entry
     return None
@@ -80,7 +80,7 @@ class ExpertTeacher:
     batched: ClassVar[bool] = False  # planning may take the environment seconds
     entry: Literal["right", "random"] = "right"
     seed: int = 0
-    reader: TrajectoryReader = field(default_factory=TrajectoryReader)
+    reader: CommandReader = field(default_factory=CommandReader)
 
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         """Write one emission per request, in order."""
@@ -350,7 +350,7 @@ class ExpertExecutor:
     obeys: bool = False
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = PAPER
+    reads: ExecutorView = PAPER_VIEW
 
     def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
         """Choose one action per request, in order."""

@@ -26,10 +26,10 @@ from compiler.records import Compilation, CompileRequest, SoftOn, soft_is_read
 from envs.registry import loaded
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_text
 from memory.entry import MemoryEntry, entry_from_json
-from memory.protocol import Kept, Recall, Record
+from memory.protocol import EntryStore, Recall, Record
 from memory.trajectory import png_bytes
 from runtime.errors import StopReason, first_failure
-from runtime.told import parse_json, typed
+from runtime.parsing import check_types, parse_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +57,7 @@ class StepInput:
     history: tuple[str, ...] = ()  # the actions before this step
     memory: tuple[MemoryEntry, ...] = ()
     state: BriefState | None = None  # b_t; None under a delivery without Brief State
-    pasted: str = ""  # the text of M, where the delivery pastes it
+    pasted_memory: str = ""  # the text of M, where the delivery pastes it
     emission: Emission | None = None  # None before and without compilation
     soft: Tensor | None = None  # soft tokens (N, d) at the executor's scale, where they are delivered
     first: str = ""  # the episode's first observation
@@ -87,7 +87,7 @@ def compile_request(step: StepInput) -> CompileRequest:
 def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
     """Return the memory part of this executor's prompt: pasted M, or the parts of the compilation that it reads."""
     if step.emission is None:
-        return MemoryBlock(memory=step.pasted)
+        return MemoryBlock(memory=step.pasted_memory)
     reads, emission, lines = executor.reads, step.emission, []
     if reads.state and step.state is not None:
         lines = render_brief_state(step.state).split("\n")[1:]  # without the goal, which the prompt holds already
@@ -110,7 +110,7 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
         observation=step.observation,
         admissible=step.admissible,
         image=step.image if executor.sees_images else None,
-        shown=reads.history,
+        max_history=reads.history,
         first=step.first if reads.first_view and step.history else "",  # at the first step, `observation` holds it
         goal_last=reads.goal_last,
     )
@@ -144,8 +144,10 @@ class StepRecord:
     executor_prompt: str = ""  # decoded; SOFT_MARK stands for a soft token
     executor_prompt_ids: tuple[int, ...] = ()
     executor_text: str = ""  # raw executor output, before grounding
-    sure: float | None = None  # probability of the likeliest command without a compilation, under `where_unsure`
-    needed: float | None = None  # the compile gate's probability that the compiler guides
+    confidence: float | None = (
+        None  # probability of the likeliest command without a compilation, under `low_confidence_only`
+    )
+    gate_probability: float | None = None  # the compile gate's probability that the compiler guides
     action: str = ""
     grounding: str = ""  # "choice" | "exact" | "fuzzy" | "failed"
     feedback: str = ""
@@ -185,7 +187,7 @@ class StepRecord:
         """Record feedback and progress."""
         self.feedback, self.progress = transition.observation.text, transition.progress
 
-    def told(self) -> Record:
+    def to_memory_record(self) -> Record:
         """Return the step as memory systems read it."""
         return Record(
             t=self.t,
@@ -247,10 +249,10 @@ class Episode:
             self.memory_ids, self.memory_text = ids, memory_text([entry.text for entry in recalled.entries])
         elif ids != self.memory_ids:
             step.memory_ids = ids
-        if recalled.made:
+        if recalled.generated:
             self.made |= {entry.id: entry for entry in recalled.entries}
 
-    def memory_at(self, t: int, kept: Kept) -> tuple[MemoryEntry, ...]:
+    def memory_at(self, t: int, kept: EntryStore) -> tuple[MemoryEntry, ...]:
         """Return the entries recalled for step t. Raises: KeyError, if neither bank nor record holds one."""
         ids = self.steps[t].memory_ids
         return tuple(self.made.get(id) or kept[id] for id in (self.memory_ids if ids is None else ids))
@@ -294,7 +296,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
         head["stop_reason"] = StopReason(head["stop_reason"])
         head["broken"] = tuple(head.get("broken", ()))
         head["retries"] = [episode_from_json(retry, images) for retry in head.get("retries", ())]
-        return typed(Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]]))
+        return check_types(Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an episode: {error}") from error
 
@@ -314,7 +316,7 @@ def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
 def _step_from_json(row: Mapping[str, Any], images: bool) -> StepRecord:
     step = {key: value for key, value in row.items() if key in _STEP_FIELDS}
     step |= {key: tuple(step[key]) for key in _TUPLES if step.get(key) is not None}
-    return typed(StepRecord(**step, image=_picture(row.get("image")) if images else None))
+    return check_types(StepRecord(**step, image=_picture(row.get("image")) if images else None))
 
 
 def _picture(data: str | None) -> Image | None:

@@ -158,13 +158,13 @@ def rollout(
     from configs.load import load_config
     from configs.run_folder import RunFolder
     from configs.training import GrpoConfig
-    from envs.registry import Environments, compiler_told, executor_told
+    from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
     from executor.build import load_executor
     from training.grpo import rollout_engine, sampling, training_specs
 
     grpo = load_config(GrpoConfig, config, settings or [])
-    executor = load_executor(grpo.executor, executor_told(grpo.env))
-    compiler = load_compiler(grpo.compiler, executor, grpo.seed, compiler_told(grpo.env))
+    executor = load_executor(grpo.executor, executor_instructions_for(grpo.env))
+    compiler = load_compiler(grpo.compiler, executor, grpo.seed, compiler_instructions_for(grpo.env))
     compiler.decoding = sampling(grpo)
     run = RunFolder.create(out, grpo, kind="bench rollout")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}

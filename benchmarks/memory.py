@@ -21,14 +21,14 @@ import numpy as np
 import typer
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor
 from configs.collect import MemoryConfig, MemoryModels
 from configs.evaluation import EvalConfig
 from configs.load import load_config, read_overrides
 from configs.run_folder import output_folder
-from data_gen.experience import EXPERT_STEPS, ROUND, traces_of
-from data_gen.memories import make_memory, open_memory
+from data_gen.experience import EXPERT_STEPS, ROUND, episode_traces
+from data_gen.memory_factory import initialise_memory, open_memory
 from envs.base import Task
 from envs.registry import Environments
 from eval.qa.recall import run_recall
@@ -63,7 +63,7 @@ def growth(
         tasks = envs.tasks("train")[: config.limit]
         memories = {name: open_memory(MemoryConfig(system=name), out / name) for name in systems.split(",")}
         for memory in memories.values():
-            make_memory(memory)
+            initialise_memory(memory)
         stream, held, rows = expert_traces(envs, tasks, EXPERT_STEPS), 0, list[list[str]]()
         medians: dict[str, list[tuple[float, float]]] = {name: [] for name in memories}
         with progress("episodes", wanted[-1]) as advance:
@@ -97,8 +97,8 @@ def expert_traces(envs: Environments, tasks: Sequence[Task], steps: int) -> Iter
         for start in range(0, len(tasks), ROUND):
             specs = [EpisodeSpec(task) for task in tasks[start : start + ROUND]]
             actor = ExpertExecutor(NOISE if turn else 0.0, turn)
-            played = run_episodes(envs.lease, specs, Delivery("expert", "none"), actor, Limits(steps), ROUND)
-            for [trace] in traces_of(played):
+            played = run_episodes(envs.lease, specs, Delivery("expert", "none"), actor, EpisodeLimits(steps), ROUND)
+            for [trace] in episode_traces(played):
                 own = trace.task
                 yield [replace(trace, task=replace(own, id=f"{own.id} {turn}" if turn else own.id))]
 

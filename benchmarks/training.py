@@ -29,10 +29,10 @@ from configs.models import model_path
 from configs.training import SftConfig
 from data_gen.rows import SftRow, load_rows
 from envs.household.environment import INSTRUCTIONS
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from eval.table import markdown_table
 from executor.build import load_frozen
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 from training.sft import Example, SftTrainer
 from zoo.curriculum import IGNORE, pad
 
@@ -53,7 +53,7 @@ class SftStep:
     """Our trainer, one step at a time."""
 
     def __init__(self, config: SftConfig, rows: Sequence[SftRow], out: Path) -> None:
-        executor = load_frozen(config.executor, Told(INSTRUCTIONS))
+        executor = load_frozen(config.executor, ExecutorInstructions(INSTRUCTIONS))
         self.config = config
         self.trainer = SftTrainer(config, load_compiler(config.compiler, executor), executor, rows, out)
         self.trainer.compiler.train()
@@ -148,7 +148,7 @@ def sft(
     variant: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(VARIANTS)}; repeatable.")] = None,
 ) -> None:
     """Compare SFT's tokens/s and peak memory with `transformers.Trainer` on the same rows."""
-    quiet()
+    disable_library_progress_bars()
     common = [f"batch_size={batch}", f"micro_batch_size={micro}", "save_every=100000", "max_steps=100000"]
     common += [f"compiler.model={model}", f"executor.model={model}", "compiler.soft.n_tokens=16"]
     data = load_rows(rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always, soft_is_read
+from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled, soft_is_read
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
@@ -55,7 +55,10 @@ class TokenCompiler:
 
     @torch.no_grad()
     def compile(
-        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+        self,
+        requests: Sequence[CompileRequest],
+        seeds: Sequence[int] | None = None,
+        wanted: StillWanted = never_cancelled,
     ) -> list[Compilation]:
         """Return emission and soft tokens for each request, in order.
 
@@ -80,7 +83,7 @@ class TokenCompiler:
         return self._compilations(requests, prompts, drafts=drafts, gaussian=gaussian, by=by)
 
     def _draft(
-        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: StillWanted
     ) -> tuple[list[Draft], Gaussian]:
         """Sample the emissions and the Gaussian of their soft tokens (B, N, d), which is undefined in rows for which
         `makes_soft` is False."""

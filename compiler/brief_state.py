@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from runtime.told import without_newlines
+from runtime.parsing import without_newlines
 
 PLAN = "plan"
 MAX_ITEMS, MAX_CHARACTERS = 32, 200

@@ -44,13 +44,13 @@ def load_compiler(
 
     from compiler import checkpoint
     from compiler.hf import MemoryCompiler
-    from lm.backbone import backbone_of
+    from lm.backbone import load_configured_backbone
     from soft_mem.projector import Projector, ProjectorConfig
 
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
     merged = found is not None and checkpoint.is_merged(found)
     torch.manual_seed(seed)  # for the initialisation of LoRA and projector
-    backbone = backbone_of(config, found if merged else None, weights)
+    backbone = load_configured_backbone(config, found if merged else None, weights)
     if found:
         lora = config.lora if merged else _adapter(config, found)
         projector = checkpoint.load_projector(found)
@@ -88,7 +88,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import load_encoder
     from lm.device import device_of
-    from lm.vllm import load_engine, pinned
+    from lm.vllm import load_engine, revision_arguments
 
     if config.checkpoint is None:
         raise ConfigError("a compiler in vLLM has to be trained: set compiler.checkpoint")
@@ -98,7 +98,9 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)
     # Without an adapter, GRPO may load one of the settings' rank later.
     rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank
-    llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
+    llm = load_engine(
+        name, config.dtype, engine_settings(rank, config.speed.ngram) | revision_arguments(revision), config.vllm
+    )
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
     device = device_of(config.device)  # with its number, since worker threads have another current GPU
     common = _common(config, instructions)
@@ -115,7 +117,7 @@ def load_remote_compiler(config: CompilerConfig, seed: int = 0) -> RemoteCompile
     return RemoteCompiler(str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
 
 
-def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
+def warn_about_executor_inputs(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
     """Warn if the executor reads other inputs than the compiler was trained for."""
     if trained is not None:
         trained = {**ExecutorConfig().reading, **trained}  # old checkpoints lack newer settings

@@ -49,7 +49,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file()) if folder.is_dir() else []
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Return the folder name of a step's checkpoint."""
     return f"{PREFIX}{step:06d}"
 
@@ -104,7 +104,7 @@ def is_merged(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def beside(path: Path, name: str) -> Path | None:
+def run_file(path: Path, name: str) -> Path | None:
     """Find a file in a run folder, given the folder or one of its checkpoints; None without it."""
     folders = (path, *path.resolve().parents[:2])
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -127,7 +127,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"no readable checkpoint in {folder}: {error}") from error
 
 
-def executor_reading(folder: Path) -> dict[str, Any] | None:
+def executor_inputs(folder: Path) -> dict[str, Any] | None:
     """Return what the executor read in training (`ExecutorConfig.reading`); None if it was not recorded."""
     return read_state(folder).get("executor_reads")
 
@@ -186,12 +186,12 @@ def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
     """Load adapter and projector into an unsharded compiler of the same shape; return the state of training. Raises:
     CheckpointError, for missing or corrupt files, or weights that do not fit."""
     weights, state = read_weights(folder, compiler)
-    put(compiler, weights)
+    copy_weights(compiler, weights)
     return state
 
 
 @torch.no_grad()
-def put(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
+def copy_weights(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
     """Copy weights by name into an unsharded compiler."""
     for name, parameter in trained_parameters(compiler).items():
         parameter.copy_(weights[name])

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators
-from compiler.prefixes import Prefixes, read_prompts
-from compiler.records import Decoding, Wanted
+from compiler.prefixes import PrefixCache, read_prompts
+from compiler.records import Decoding, StillWanted
 from configs.models import Speed
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
@@ -44,7 +44,7 @@ class DecodableCompiler(Protocol):
     def n_tokens(self) -> int: ...
     def logprobs(self, logits: Tensor) -> Tensor: ...
     def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Any: ...
-    def current_prefixes(self) -> Prefixes: ...
+    def current_prefixes(self) -> PrefixCache: ...
 
 
 class Decoder:
@@ -73,13 +73,13 @@ class Decoder:
         able = independent and self.backbone.attends_fully
         self.drafted = compiler.speed.drafts * able
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of the chosen tokens, by pass
-        prefixes = compiler.current_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
+        prefixes = compiler.current_prefixes() if able and compiler.speed.prefix_mib else PrefixCache(0)
         reading = read_prompts(self.backbone, prompts, memories, prefixes)
         self.cache, self.mask, self.position = reading.cache, reading.mask, reading.position
         self.padded = reading.padded  # whether the mask may hide anything
         self.hidden, self.cached = reading.hidden, reading.cached if prefixes.budget else None
 
-    def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
+    def run(self, wanted: StillWanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has finished or been cancelled; cancelled rows count as truncated."""
         rows = [_Row(i, list(prompt.ids), len(prompt.ids)) for i, prompt in enumerate(self.prompts)]
         guesses, hidden = [list[int]()] * len(rows), self.hidden

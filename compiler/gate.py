@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.checkpoint import CheckpointError, beside, find
+from compiler.checkpoint import CheckpointError, find, run_file
 from compiler.prompt import state_text
 from compiler.records import CompileRequest
 from memory.linear import Head, fit_head, heads_sha256, load_heads, save_heads
@@ -26,7 +26,7 @@ from memory.words import words
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-FILE, HEAD = "need.safetensors", "need"  # HEAD: name of the tensor in the file
+FILE, HEAD = "gate.safetensors", "need"  # HEAD: name of the tensor in the file
 WIDTH = 2**13  # dimensions of phi
 MAX_SHARED = 3  # counts of shared words are capped here
 FEATURES = "2"  # version of phi: a gate that was fitted to another version is refused
@@ -35,7 +35,7 @@ _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class CompileGate:
     """p = sigma(w . phi(step) + b). A step is compiled if p >= threshold. `manifest`: what the gate was fitted to."""
 
     head: Head
@@ -51,7 +51,7 @@ class Need:
         return heads_sha256({HEAD: self.head}, str(self.threshold))
 
     def save(self, folder: Path) -> None:
-        """Write need.safetensors and its manifest need.json."""
+        """Write gate.safetensors and its manifest gate.json."""
         manifest = {**self.manifest, "features": FEATURES, "threshold": str(self.threshold)}
         save_heads(folder / FILE, {HEAD: self.head}, manifest, "threshold")
 
@@ -85,7 +85,7 @@ def _tokens(request: CompileRequest) -> list[str]:
 
 def fit(
     x: Any, guided: NDArray[np.int64], held_x: Any, held_guided: NDArray[np.int64], recall: float
-) -> tuple[Need, dict[str, float]]:
+) -> tuple[CompileGate, dict[str, float]]:
     """Fit the gate to phi (n, WIDTH) and labels (n,).
 
     The threshold is the highest that compiles a share `recall` of the held-out guided steps. C is chosen to compile the
@@ -100,13 +100,13 @@ def fit(
         compiled = p >= threshold
         found.append((compiled.mean(), c, head, threshold, compiled[held_guided == 1].mean()))
     share, c, head, threshold, reached = min(found, key=lambda each: each[:2])
-    return Need(head, threshold), {"c": c, "share": float(share), "recall": float(reached)}
+    return CompileGate(head, threshold), {"c": c, "share": float(share), "recall": float(reached)}
 
 
-def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | None:
+def load_gate(checkpoint: str | None, threshold: float | None = None) -> CompileGate | None:
     """Load the gate beside a checkpoint; None if there is none. `threshold` replaces its own. Raises: CheckpointError,
     if the file cannot be read."""
-    path = beside(find(Path(checkpoint)), FILE) if checkpoint else None
+    path = run_file(find(Path(checkpoint)), FILE) if checkpoint else None
     if path is None:
         return None
     try:
@@ -114,27 +114,27 @@ def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | No
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if manifest.get("features") != FEATURES:
-        again = "`memcompiler train need RUN` fits another"
+        again = "`memcompiler train gate RUN` fits another"
         raise CheckpointError(f"{path} was fitted to features of another version of this program: {again}")
-    return Need(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
+    return CompileGate(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
 
 
-def need_for(deliveries: Sequence[str], checkpoint: str | None, threshold: float | None = None) -> Need | None:
+def gate_for(deliveries: Sequence[str], checkpoint: str | None, threshold: float | None = None) -> CompileGate | None:
     """Load the gate for the deliveries that use one; None without such deliveries. Raises: CheckpointError, if it is
     missing or cannot be read."""
     if not deliveries:
         return None
-    gate = need_of(checkpoint, threshold)
+    gate = load_gate(checkpoint, threshold)
     if gate is None:
         raise CheckpointError(
             f"delivery {deliveries[0]} needs a compile gate, and there is none beside "
-            f"compiler.checkpoint={checkpoint}: run `memcompiler train need RUN` on the checkpoint's SFT run"
+            f"compiler.checkpoint={checkpoint}: run `memcompiler train gate RUN` on the checkpoint's SFT run"
         )
     return gate
 
 
-def keep_need(checkpoint: str | None, run: Path) -> None:
+def copy_gate(checkpoint: str | None, run: Path) -> None:
     """Copy the gate beside a checkpoint, if there is one, into the folder of a run that continues from it."""
-    gate = need_of(checkpoint)
+    gate = load_gate(checkpoint)
     if gate is not None:
         gate.save(run)

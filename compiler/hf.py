@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.decoding import Decoder
-from compiler.prefixes import Prefixes
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from compiler.prefixes import PrefixCache
+from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.device import to_device
 from lm.prompt import Prompt
-from lm.vision import vision_parts
+from lm.vision import vision_modules
 from soft_mem.projector import Gaussian, Projector
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class CompilerScores:
     """Results of one forward pass over [prompt | emission | memory tokens]."""
 
     logits: Tensor  # (B, E, V), predict the emission's E tokens
@@ -60,9 +60,9 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.weight_version = 0
-        self._prefixes = Prefixes(self.speed.prefix_mib)
+        self._prefixes = PrefixCache(self.speed.prefix_mib)
 
-    def current_prefixes(self) -> Prefixes:
+    def current_prefixes(self) -> PrefixCache:
         """Return the prefix cache of the current weights; parameter versions reveal any in-place update."""
         trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
@@ -71,7 +71,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         """Tokenise an emission with its end-of-turn token, as SFT trains and decoding produces it."""
         return (*self.backbone.ids(text), self.backbone.end_id)
 
-    def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Scores:
+    def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> CompilerScores:
         """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token."""
         memory = (self.backbone.memory_id,) * self.n_tokens
         rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
@@ -84,7 +84,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         text_at = text_at.clamp(max=hidden.shape[1] - 1)
         soft_at = (starts + lengths)[:, None] + torch.arange(self.n_tokens, device=hidden.device)
         h_soft = _take(hidden, soft_at)
-        return Scores(
+        return CompilerScores(
             logits=self.backbone.logits(_take(hidden, text_at - 1)),
             text_mask=text_mask,
             targets=batch.tokens.gather(1, text_at),
@@ -102,7 +102,10 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         return (self.allowed(logits) / (self.decoding.temperature or 1.0)).log_softmax(-1)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
-        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+        self,
+        requests: Sequence[CompileRequest],
+        seeds: Sequence[int] | None = None,
+        wanted: StillWanted = never_cancelled,
     ) -> list[Compilation]:
         size, compilations = self.decoding.batch_size, []
         for at in range(0, len(requests), size):
@@ -111,7 +114,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         return compilations
 
     def _draft(
-        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: StillWanted
     ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
         self.eval()  # without dropout, as when scoring again
@@ -138,7 +141,7 @@ def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
     without the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)
-    seeing = {module for part in vision_parts(backbone.model).values() for module in part.modules()}
+    seeing = {module for part in vision_modules(backbone.model).values() for module in part.modules()}
     names = [
         name
         for name, module in backbone.model.named_modules()

@@ -50,7 +50,7 @@ class Prefix:
         return Prefix(self.prompt.cut(tokens, pictures)[0], tuple(pairs))
 
 
-class Prefixes:
+class PrefixCache:
     """Least-recently-used cache of prefixes by task memory, for one set of weights.
 
     A prefix that one of the last RECENT batches used is not evicted. Otherwise, if more episodes run side by side than
@@ -64,7 +64,7 @@ class Prefixes:
         self._batch = 0
         self._weights: object = None
 
-    def of_weights(self, weights: object) -> Prefixes:
+    def of_weights(self, weights: object) -> PrefixCache:
         """Begin a batch. Clear the cache if the weights have changed."""
         self._batch += 1
         if weights != self._weights:
@@ -121,7 +121,7 @@ class PromptReading:
 
 
 def read_prompts(
-    backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes
+    backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: PrefixCache
 ) -> PromptReading:
     """Read prompts, each of which begins with the task memory of this key."""
     groups = _groups(backbone, prompts, memories, prefixes)
@@ -150,19 +150,19 @@ def read_prompts(
 
 
 def _groups(
-    backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes
+    backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: PrefixCache
 ) -> list[_Group]:
     groups = []
     for memory in dict.fromkeys(memories):
         rows = tuple(i for i, m in enumerate(memories) if m == memory)
         cached = prefixes.find(memory)
-        common = backbone.common([*([cached.prompt] if cached else []), *(prompts[i] for i in rows)])
+        common = backbone.common_prefix([*([cached.prompt] if cached else []), *(prompts[i] for i in rows)])
         groups.append(_Group(memory, rows, cached if common[0] else None, *common))
     return groups
 
 
 def _begin(
-    backbone: Backbone, prompts: Sequence[Prompt], groups: Sequence[_Group], cache: DynamicCache, prefixes: Prefixes
+    backbone: Backbone, prompts: Sequence[Prompt], groups: Sequence[_Group], cache: DynamicCache, prefixes: PrefixCache
 ) -> Tensor:
     """Fill the cache with the shared prefixes; return its mask (B, P)."""
     width = max(group.tokens for group in groups)

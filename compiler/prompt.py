@@ -13,9 +13,9 @@ from PIL import Image
 from compiler.brief_state import render_brief_state
 from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
 from compiler.records import CompileRequest
-from lm.prompt import Part, merge
+from lm.prompt import PromptPart, merge_text_parts
 from memory.entry import MemoryEntry
-from runtime.told import without_newlines
+from runtime.parsing import without_newlines
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
 episodes taught), its current state and its current view. Decide what the acting agent needs now, and write:
@@ -33,21 +33,21 @@ def compiler_instructions(environment: str = "") -> str:
     return f"{INSTRUCTIONS}\n\n{environment}" if environment else INSTRUCTIONS
 
 
-def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
+def compiler_parts(request: CompileRequest, images: bool = True) -> list[PromptPart]:
     """Write the user turn; with images=False (a text-only compiler) without pictures."""
-    parts = [*_memory(request.memory, images), Part(text=state_text(request))]
+    parts = [*_memory(request.memory, images), PromptPart(text=state_text(request))]
     if images and request.image is not None:
-        parts += [Part(text="view: "), Part(image=request.image), Part(text="\n")]
-    parts.append(Part(text=f"see: {request.observation}"))
-    return merge(parts)
+        parts += [PromptPart(text="view: "), PromptPart(image=request.image), PromptPart(text="\n")]
+    parts.append(PromptPart(text=f"see: {request.observation}"))
+    return merge_text_parts(parts)
 
 
-def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:
+def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[PromptPart]:
     """Write M: each entry's text, then its pictures, so that the text gives them context."""
-    parts = [Part(text="memory:\n")]
+    parts = [PromptPart(text="memory:\n")]
     for entry in entries:
-        pictures = [Part(image=image) for image in pictures_of([entry])] if images else []
-        parts += [Part(text=f"{entry.text}\n"), *pictures, Part(text="\n")]
+        pictures = [PromptPart(image=image) for image in pictures_of([entry])] if images else []
+        parts += [PromptPart(text=f"{entry.text}\n"), *pictures, PromptPart(text="\n")]
     return parts
 
 

@@ -94,15 +94,15 @@ class Compilation:
 
 # Whether request i is still wanted. A compiler checks before every pass of its model; the result of a cancelled request
 # is truncated and must not be used.
-Wanted = Callable[[int], bool]
+StillWanted = Callable[[int], bool]
 
 
-def always(i: int) -> bool:
+def never_cancelled(i: int) -> bool:
     """Never cancel a request."""
     return True
 
 
-class Guess(Protocol):
+class Gate(Protocol):
     """A compile gate: returns the probability that the compiler guides; a step is compiled from `threshold` on."""
 
     @property

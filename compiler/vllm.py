@@ -23,10 +23,20 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler
-from compiler.records import CompileRequest, Decoding, Wanted
+from compiler.records import CompileRequest, Decoding, StillWanted
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import EXTENSION, SETTINGS, check_read, engine_trouble, request_of, run, tail_of, take_tails, watched
+from lm.vllm import (
+    EXTENSION,
+    SETTINGS,
+    call_with_watchdog,
+    check_prompt_ids,
+    engine_trouble,
+    run_batch,
+    tail_of,
+    take_tails,
+    vllm_request,
+)
 from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
@@ -68,7 +78,7 @@ class VllmCompiler(TokenCompiler):
         self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
         self._tail_keys = itertools.count()
         self._failure: str | None = None
-        watched(llm, lambda: llm.collective_rpc("watch_tails"))
+        call_with_watchdog(llm, lambda: llm.collective_rpc("watch_tails"))
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
         """Compile with these weights from now on. Folder and projector are copied.
@@ -93,7 +103,7 @@ class VllmCompiler(TokenCompiler):
         try:
             shutil.copytree(source, target)
             request = LoRARequest(f"memcompiler-{serial}", serial, str(target))
-            if not watched(self.llm, lambda: self.llm.llm_engine.add_lora(request)):
+            if not call_with_watchdog(self.llm, lambda: self.llm.llm_engine.add_lora(request)):
                 raise ValueError("the engine does not say why")
         except Exception as error:  # vLLM's errors have no common class
             shutil.rmtree(target, ignore_errors=True)
@@ -104,7 +114,7 @@ class VllmCompiler(TokenCompiler):
         before, self.lora = self.lora, request
         self.projector, self.weight_version = frozen, version
         if before is not None:
-            watched(self.llm, lambda: self.llm.llm_engine.remove_lora(before.lora_int_id))
+            call_with_watchdog(self.llm, lambda: self.llm.llm_engine.remove_lora(before.lora_int_id))
             shutil.rmtree(before.lora_path, ignore_errors=True)
 
     @property
@@ -113,7 +123,7 @@ class VllmCompiler(TokenCompiler):
         return self._failure or engine_trouble(self.llm)
 
     def _draft(
-        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: StillWanted
     ) -> tuple[list[Draft], Gaussian]:
         drafts = self._sample(prompts, by, wanted)
         rows = [i for i, d in enumerate(drafts) if self.makes_soft(requests[i], d.ids, d.truncated)]
@@ -123,7 +133,7 @@ class VllmCompiler(TokenCompiler):
             hidden[rows] = self._hidden(*chosen, lambda k: wanted(rows[k]))
         return drafts, self.projector(hidden.to(self.device))
 
-    def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
+    def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: StillWanted) -> list[Draft]:
         """Run the first pass. Each request gets a seed from the batch's generator or its own."""
         from vllm import SamplingParams
 
@@ -161,7 +171,7 @@ class VllmCompiler(TokenCompiler):
             )
         return {"bad_words": words}
 
-    def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
+    def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: StillWanted) -> Tensor:
         """Run the second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros if cancelled.
 
         A repeated request (equal samples of a group) may find part of its tail in the prefix cache, which holds no
@@ -183,7 +193,7 @@ class VllmCompiler(TokenCompiler):
         return torch.stack([nothing if row is None else row for row in rows])
 
     def _tails(
-        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], wanted: Wanted, past_cache: bool
+        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], wanted: StillWanted, past_cache: bool
     ) -> list[Tensor | None]:
         from vllm import SamplingParams
 
@@ -205,16 +215,16 @@ class VllmCompiler(TokenCompiler):
         return [tails.get(key) for key in keys]
 
     def _run(
-        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], params: Sequence[Any], wanted: Wanted
+        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], params: Sequence[Any], wanted: StillWanted
     ) -> list[RequestOutput | None]:
         rows = list(zip(prompts, then, strict=True))
-        requests = [request_of(self.encoder, prompt, ids) for prompt, ids in rows]
+        requests = [vllm_request(self.encoder, prompt, ids) for prompt, ids in rows]
         try:
-            outputs = run(self.llm, requests, params, lora=self.lora, wanted=wanted)
+            outputs = run_batch(self.llm, requests, params, lora=self.lora, wanted=wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise
-        check_read(outputs, [(*prompt.ids, *ids) for prompt, ids in rows])
+        check_prompt_ids(outputs, [(*prompt.ids, *ids) for prompt, ids in rows])
         return outputs
 
     def _frozen(self, projector: Projector) -> Projector:

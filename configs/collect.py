@@ -51,7 +51,7 @@ class MemoryModels(Settings):
 
 class MemoryConfig(MemoryModels):
     """Task memory M. Without `bank`, the expert fills a bank, which all runs with equal settings share
-    (docs/data.md)."""
+    (docs/guides/data.md)."""
 
     system: str = DEFAULT
     """Memory system (`memory/registry.py`)."""
@@ -110,7 +110,7 @@ class LeakageConfig(Settings):
 
 
 class CollectConfig(Settings):
-    """A teacher plays the training tasks: experience goes into the bank, its steps into SFT rows (docs/data.md)."""
+    """A teacher plays the training tasks: experience goes into the bank, its steps into SFT rows (docs/guides/data.md)."""
 
     COMMAND: ClassVar[str] = "collect"
     teacher: Literal["expert", "endpoint"] = "expert"
@@ -131,7 +131,7 @@ class CollectConfig(Settings):
     """Tasks per round, which is recorded at its end (an endpoint teacher's bank then grows); null: 16 with an endpoint,
     64 with the expert."""
     cluster: Cluster = "local"
-    """ray: workers play the episodes, on this machine or on several (docs/cluster.md)."""
+    """ray: workers play the episodes, on this machine or on several (docs/guides/cluster.md)."""
     ray: RaySettings = RaySettings()
     """Ray workers of `cluster: ray`."""
     shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")
@@ -146,9 +146,9 @@ class CollectConfig(Settings):
     """Maximum number of tasks."""
     brief_state: bool = True
     """False: teacher and rows have no Brief State, for compilers without one (Table 3)."""
-    sparing: float = Field(default=0.0, ge=0, le=1)
+    gated_teacher: float = Field(default=0.0, ge=0, le=1)
     """Share of episodes in which unguided steps, except the first, leave the Brief State unchanged: rows for compilers
-    that are called at some steps only (delivery compiled_needed)."""
+    that are called at some steps only (delivery compiled_gated)."""
     noise: float = Field(default=0.15, ge=0, le=1)
     """Share of steps at which the expert takes another action, so that rows cover recovery."""
     successful_only: bool = True
@@ -184,7 +184,7 @@ class CollectConfig(Settings):
         return self
 
     @property
-    def acts(self) -> Literal["expert", "teacher", "executor"]:
+    def acting_role(self) -> Literal["expert", "teacher", "executor"]:
         """Role that acts: `actor`, or an endpoint teacher where the environment has no expert (paper C.2)."""
         knows = self.teacher == "expert" or find(self.env.name).expert
         return self.actor or ("expert" if knows else "teacher")
@@ -199,7 +199,7 @@ def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:
 
 
 class QuestionsConfig(Settings):
-    """Questions that a language model writes about histories, to train S3Mem's router (docs/s3mem.md)."""
+    """Questions that a language model writes about histories, to train S3Mem's router (docs/experiments/s3mem.md)."""
 
     api: EndpointConfig = EndpointConfig()
     """Endpoint of the model."""

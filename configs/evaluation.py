@@ -64,16 +64,16 @@ class EvalConfig(Settings):
     """Maximum steps of an episode."""
     step_budgets: tuple[PositiveInt, ...] = (15, 30, 50)
     """Step counts within which success is also reported; values above `max_steps` count as `max_steps`."""
-    sure: float = Field(default=0.9, gt=0, le=1)
-    """compiled_unsure: compile only where the executor's most likely command has a lower probability than this."""
-    needed: float | None = Field(default=None, ge=0, le=1)
-    """compiled_needed: compile only where the gate's probability is at least this; null: the fitted threshold."""
+    min_confidence: float = Field(default=0.9, gt=0, le=1)
+    """compiled_low_confidence: compile only where the executor's most likely command has a lower probability than this."""
+    gate_threshold: float | None = Field(default=None, ge=0, le=1)
+    """compiled_gated: compile only where the gate's probability is at least this; null: the fitted threshold."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes played side by side, which share batches."""
     episode_attempts: int = Field(default=ATTEMPTS, ge=1)
     """Attempts at an episode that fails for technical reasons, over all resumes."""
     cluster: Cluster = "local"
-    """ray: workers play the episodes, on this machine or on several (docs/cluster.md)."""
+    """ray: workers play the episodes, on this machine or on several (docs/guides/cluster.md)."""
     ray: RaySettings = RaySettings()
     """Ray workers of `cluster: ray`."""
     seed: Seed = 0

@@ -122,7 +122,7 @@ class ModelSettings(Settings):
     engine: str
     """What the model runs on."""
     url: str | None = None
-    """engine http: address of a running server (docs/serving.md), e.g. http://127.0.0.1:8100."""
+    """engine http: address of a running server (docs/guides/serving.md), e.g. http://127.0.0.1:8100."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may take, retries included."""
     vllm: VllmEngine = VllmEngine()
@@ -191,7 +191,7 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """Optimisations of compiling that leave the output unchanged (docs/serving.md); of engine hf unless noted."""
+    """Optimisations of compiling that leave the output unchanged (docs/guides/serving.md); of engine hf unless noted."""
 
     drafts: int = Field(default=4, ge=0)
     """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""
@@ -233,7 +233,7 @@ class CompilerConfig(ModelSettings):
 
 
 class ServeConfig(Settings):
-    """`memcompiler serve compiler`: the trained compiler behind a queue (docs/serving.md)."""
+    """`memcompiler serve compiler`: the trained compiler behind a queue (docs/guides/serving.md)."""
 
     compiler: CompilerConfig = CompilerConfig(engine="vllm")
     """The compiler; engine vllm unless set."""
@@ -267,7 +267,7 @@ class ServeConfig(Settings):
 
 
 class EndpointConfig(Settings):
-    """A server of the OpenAI chat or embeddings protocol (docs/data.md)."""
+    """A server of the OpenAI chat or embeddings protocol (docs/guides/data.md)."""
 
     base_url: str = "https://api.openai.com/v1"
     """Address of the API."""
@@ -354,7 +354,7 @@ class ExecutorConfig(ModelSettings):
     """Put the goal at the end of the prompt instead of its start, for small models."""
     feedback: bool = True
     """engine program: explore where memory was wrong."""
-    homes: Literal["household", "alfworld"] = "household"
+    placement_prior: Literal["household", "alfworld"] = "household"
     """engine program: environment whose placement prior is used."""
     explore: Literal["shuffled", "likely"] = "shuffled"
     """engine program: order of exploration without a scene graph; likely: by the placement prior."""

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 
 from configs.load import read_yaml, to_yaml
 from envs import registry
-from envs.spec import installed_versions
+from envs.spec import package_versions
 from runtime.lock import LOCK, FolderLock
 from runtime.startup import home
 from runtime.store import TEMPORARY, JsonLines, read_json, to_json, write_atomically
@@ -69,8 +69,8 @@ _TRAINED = (
     METRICS,
     "held_out.json",
     "plots/training.png",
-    "need.json",
-    "need.safetensors",
+    "gate.json",
+    "gate.safetensors",
     "trackers.json",
     "tensorboard",
     "wandb",
@@ -381,7 +381,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": _gpu_names(),
-        "packages": installed_versions([*PACKAGES, *(name for spec in registry.loaded() for name in spec.packages)]),
+        "packages": package_versions([*PACKAGES, *(name for spec in registry.loaded() for name in spec.packages)]),
     }
     return _without_private_paths(facts)
 

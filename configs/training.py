@@ -56,7 +56,7 @@ class SftWeights(Settings):
     orth: NonNegativeFloat = 0.1
 
 
-class Validation(Settings):
+class TrainingValidation(Settings):
     """Validation of SFT on rows of held-out tasks; its loss may choose the best checkpoint. Off by default."""
 
     share: float = Field(default=0.0, ge=0, lt=1)  # of the tasks, at least one; 0: no validation
@@ -64,21 +64,21 @@ class Validation(Settings):
     patience: int | None = Field(default=None, ge=1)  # stop after so many validations without a lower loss; null: never
 
 
-class Evaluation(Settings):
+class TrainingEvaluation(Settings):
     """Evaluation during training on held-out tasks; their success may choose the best checkpoint. Off by default. SFT
     plays tasks of `validation`, GRPO tasks held out from its split."""
 
     tasks: int = Field(default=0, ge=0)  # 0: no evaluation
     every: int = Field(default=50, ge=1)  # steps or updates between evaluations; the last one is evaluated, too
-    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_needed"] = "compiled"
+    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_gated"] = "compiled"
     max_steps: int = Field(default=15, ge=1)  # of an episode
-    decides: bool = True  # success chooses the best checkpoint, not the validation loss
+    selects_best: bool = True  # success chooses the best checkpoint, not the validation loss
     patience: int | None = Field(default=None, ge=1)  # stop after so many without higher success; null: never
 
     @model_validator(mode="after")
-    def _decides_when_to_stop(self) -> Evaluation:
-        if self.patience and not (self.tasks and self.decides):
-            raise ValueError("evaluation.patience needs evaluation.tasks above 0 and evaluation.decides")
+    def _decides_when_to_stop(self) -> TrainingEvaluation:
+        if self.patience and not (self.tasks and self.selects_best):
+            raise ValueError("evaluation.patience needs evaluation.tasks above 0 and evaluation.selects_best")
         return self
 
 
@@ -101,8 +101,8 @@ class SftConfig(Settings):
     weights: SftWeights = SftWeights()
     soft: bool = True  # False: text channel only (no projector, no action loss)
     brief_state: bool = True  # False: rows without Brief State (compiled_no_brief)
-    validation: Validation = Validation()
-    evaluation: Evaluation = Evaluation()
+    validation: TrainingValidation = TrainingValidation()
+    evaluation: TrainingEvaluation = TrainingEvaluation()
     loader_workers: int = Field(default=0, ge=0)  # per rank; they encode rows ahead of training
     length_buckets: int = Field(default=0, ge=0)  # sort rows by length within so many batches; 0: off
     gradient_checkpointing: bool = False  # of both models: a third more time, much less memory
@@ -125,9 +125,9 @@ class SftConfig(Settings):
             raise ValueError("evaluation plays tasks of validation rows: set validation.share")
         if self.backend in ("fsdp", "zero3"):
             raise ValueError(f"evaluation plays with whole models, but backend {self.backend} has them in slices")
-        if self.evaluation.decides and self.validation.patience:
-            raise ValueError("with evaluation.decides, set evaluation.patience, not validation.patience")
-        if self.evaluation.delivery == "compiled_needed":
+        if self.evaluation.selects_best and self.validation.patience:
+            raise ValueError("with evaluation.selects_best, set evaluation.patience, not validation.patience")
+        if self.evaluation.delivery == "compiled_gated":
             raise ValueError("the compile gate is fitted after SFT: set evaluation.delivery=compiled")
         fitting = None if self.soft and self.brief_state else "compiled_no_brief" if self.soft else "compiled_text"
         if fitting and self.evaluation.delivery != fitting:
@@ -136,7 +136,7 @@ class SftConfig(Settings):
 
 
 class Placement(Settings):
-    """Processes of each role with `cluster: ray`, and replacement of lost ones (docs/cluster.md); ignored with `local`.
+    """Processes of each role with `cluster: ray`, and replacement of lost ones (docs/guides/cluster.md); ignored with `local`.
     Null: by the cluster's GPUs (training/ray_placement.py); of 8 the paper's 4, 3 and 1."""
 
     trainers: int | None = Field(default=None, ge=1)  # processes that share an update
@@ -145,7 +145,7 @@ class Placement(Settings):
     cpus: float | None = Field(default=None, gt=0)  # per process; null: 1, or a fraction if there are fewer
     retries: int = Field(default=3, ge=0)  # of a request whose engine was lost
     restarts: int = Field(default=3, ge=0)  # of each engine, and of the trainers
-    silence_s: float = Field(default=1800.0, gt=0)  # an engine without an answer for so long counts as lost
+    unresponsive_s: float = Field(default=1800.0, gt=0)  # an engine without an answer for so long counts as lost
 
 
 # Settings that may differ on resume: they say how and where a step is computed, not what.
@@ -198,14 +198,14 @@ class GrpoConfig(Settings):
     tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
     group_size: int = Field(default=4, ge=2)  # episodes per task, K
     max_steps: int = Field(default=15, ge=1)
-    # compiled_needed: compile, and learn from, only the steps that the compile gate selects (docs/training.md).
-    delivery: Literal["compiled", "compiled_needed"] = "compiled"
+    # compiled_gated: compile, and learn from, only the steps that the compile gate selects (docs/guides/training.md).
+    delivery: Literal["compiled", "compiled_gated"] = "compiled"
     # Subtracted from the reward of a successful episode per token of its mean emission, down to 0. The paper has 0.
     token_cost: float = Field(default=0.0, ge=0)
     sampling: Sampling = Sampling()
     loss: PolicyLoss = PolicyLoss()
     optimizer: GrpoOptimizer = GrpoOptimizer()
-    evaluation: Evaluation = Evaluation()
+    evaluation: TrainingEvaluation = TrainingEvaluation()
     minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
     iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
     micro_batch_size: int = Field(default=16, ge=1)

@@ -19,25 +19,33 @@ from typing import Any
 from rich.console import Console
 
 from agent.deliveries import Delivery
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.gated_teacher import GatedTeacher
 from agent.records import Episode, episode_from_json, read_episodes
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
-from data_gen.dataset import describe_rows, filtered
+from data_gen.dataset import describe_rows, filter_rows
 from data_gen.endpoint_teacher import EndpointTeacher
-from data_gen.experience import ROUND, Views, bank_facts, explain, filled_bank, kept_views, traces_of
-from data_gen.memories import growing_memory, renew_memory
+from data_gen.experience import (
+    ROUND,
+    ViewSelection,
+    add_rationales,
+    bank_facts,
+    episode_traces,
+    open_experience_bank,
+    view_selection,
+)
+from data_gen.memory_factory import clear_memory, open_growing_memory
 from data_gen.rounds import play_round
-from data_gen.rows import SftRow, rows_of, save_rows
-from data_gen.tasks import guarded_tasks, specs_for
+from data_gen.rows import SftRow, episode_rows, save_rows
+from data_gen.tasks import episode_specs, select_isolated_tasks
 from envs.base import Environment, Task
-from envs.registry import Environments, executor_told
+from envs.registry import Environments, executor_instructions_for
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
-from memory.protocol import BankError, Kept, MemorySystem
-from runtime.attempts import ATTEMPTS, Attempts, broken_facts, broken_line
+from memory.protocol import BankError, EntryStore, MemorySystem
+from runtime.attempts import ATTEMPTS, RetriedResults, failure_counts, failure_summary
 from runtime.errors import is_failure
 from runtime.progress import progress
 from runtime.store import JsonLines, RecordError, to_json
@@ -49,7 +57,7 @@ console = Console(width=120)
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class CollectionPlan:
     """The tasks of a collection, their bank and their settings.
 
     The bank grows only between rounds, so results do not depend on which episode ends first.
@@ -60,24 +68,24 @@ class Collection:
     record: Path  # file of the episodes, in the order of `tasks`
     size: int  # tasks of a round, played concurrently
     k: int  # entries retrieved for a task
-    limits: Limits
+    limits: EpisodeLimits
     brief_state: bool  # the teacher has a Brief State
-    sparing: float  # share of the episodes in which only guided steps change it
+    gated_teacher: float  # share of the episodes in which only guided steps change it
     seeded: int  # episodes that a growing bank held before the first round
     grows: bool  # commit every round's episodes to the bank
-    views: Views  # selects the pictures of their entries
+    views: ViewSelection  # selects the pictures of their entries
     attempts: int = ATTEMPTS  # at a broken episode, over all resumes
 
 
-def open_record(path: Path, attempts: int) -> Attempts[str]:
+def open_record(path: Path, attempts: int) -> RetriedResults[str]:
     """Open a collection's record by task id, without loading it."""
-    return Attempts(JsonLines(path, ("task_id", "steps", "stop_reason")), itemgetter("task_id"), attempts)
+    return RetriedResults(JsonLines(path, ("task_id", "steps", "stop_reason")), itemgetter("task_id"), attempts)
 
 
 # -- tasks and bank ----------------------------------------------------------------------------------------------------
 
 
-def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collection:
+def plan_collection(config: CollectConfig, envs: Environments, run: RunFolder) -> CollectionPlan:
     """Select tasks, check them for leakage, and open their bank.
 
     Raises:
@@ -85,7 +93,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
         ValueError: there are no tasks, or none for this shard.
     """
     grows = config.teacher == "endpoint"
-    tasks, experience = guarded_tasks(config, envs, run, experienced=not grows)
+    tasks, experience = select_isolated_tasks(config, envs, run, experienced=not grows)
     first, step = map(int, config.shard.split("/"))
     if not (mine := tasks[first::step]):
         raise ValueError(f"shard {config.shard} of {len(tasks)} tasks is empty: choose fewer shards")
@@ -93,14 +101,14 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     if grows:
         (rows := open_record(record, config.episode_attempts)).load()
         if rows.due:  # later rounds learned without these episodes
-            renew_memory(run.path / "bank")
-        bank, seeded = growing_memory(config.memory, run.path / "bank")
+            clear_memory(run.path / "bank")
+        bank, seeded = open_growing_memory(config.memory, run.path / "bank")
     else:
-        bank, seeded = filled_bank(config, envs, experience, run.path), 0
+        bank, seeded = open_experience_bank(config, envs, experience, run.path), 0
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
-    limits = Limits(config.max_steps, config.seed)
-    views = kept_views(config)
-    return Collection(
+    limits = EpisodeLimits(config.max_steps, config.seed)
+    views = view_selection(config)
+    return CollectionPlan(
         mine,
         bank,
         record,
@@ -108,7 +116,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
         k=config.memory.k,
         limits=limits,
         brief_state=config.brief_state,
-        sparing=config.sparing,
+        gated_teacher=config.gated_teacher,
         seeded=seeded,
         grows=grows,
         views=views,
@@ -119,7 +127,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
-def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
+def play_collection(of: CollectionPlan, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
     """Play the tasks that the record lacks, in this process.
 
     Each finished round is recorded and then committed to a growing bank, so a kill costs at most one round, whose
@@ -130,11 +138,11 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
         EndpointStop: a budget is spent, or an endpoint is gone. Finished rounds are stored.
         RecordError, BankError: record or bank belong to another collection.
     """
-    (record, left), delivery = what_is_left(of), taught(teacher, of.brief_state, of.sparing)
+    (record, left), delivery = remaining_tasks(of), teacher_delivery(teacher, of.brief_state, of.gated_teacher)
     rounds = play_round if of.grows else run_episodes  # a growing bank may want retries
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
         for start in range(0, len(left), of.size):
-            specs = specs_for(left[start : start + of.size], of.bank, of.k)
+            specs = episode_specs(left[start : start + of.size], of.bank, of.k)
             episodes = rounds(
                 make_env,
                 specs,
@@ -144,16 +152,16 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
                 concurrency=of.size,
                 on_episode=advance,
             )
-            explain(episodes, teacher)
-            record.add((episode.task_id, line_of(episode)) for episode in episodes)
+            add_rationales(episodes, teacher)
+            record.add((episode.task_id, serialise_episode(episode)) for episode in episodes)
             if of.grows:
-                of.bank.commit(traces_of(episodes, of.views))
-    arrange(record, of)
+                of.bank.commit(episode_traces(episodes, of.views))
+    sort_record(record, of)
 
 
-def taught(teacher: Teacher, brief_state: bool, sparing: float = 0.0) -> Delivery:
+def teacher_delivery(teacher: Teacher, brief_state: bool, gated_teacher: float = 0.0) -> Delivery:
     """Return the delivery with a teacher as compiler."""
-    compiler = GatedTeacher(teacher, sparing) if sparing else teacher
+    compiler = GatedTeacher(teacher, gated_teacher) if gated_teacher else teacher
     return Delivery("teacher", "compiled", compiler, soft=False, brief_state=brief_state)
 
 
@@ -162,33 +170,33 @@ def expert_actor(config: CollectConfig) -> ExpertExecutor:
     return ExpertExecutor(config.noise, config.seed, obeys=True)
 
 
-def line_of(episode: Episode) -> str:
+def serialise_episode(episode: Episode) -> str:
     """Serialise an episode for the record."""
     return to_json(episode.to_json(images=True), ascii=True)
 
 
-def what_is_left(of: Collection) -> tuple[Attempts[str], list[Task]]:
+def remaining_tasks(of: CollectionPlan) -> tuple[RetriedResults[str], list[Task]]:
     """Return the record, and the tasks without a finished episode in it.
 
     Raises:
         RecordError, BankError: record or bank belong to another collection.
     """
     record = open_record(of.record, of.attempts)
-    done = set([task.id for task in of.tasks[: restore(of, record)]] if of.grows else _recorded(of, record))
+    done = set([task.id for task in of.tasks[: restore_rounds(of, record)]] if of.grows else _recorded(of, record))
     if done or record.due:
         again = f", {len(record.due)} broken ones are played again" if record.due else ""
         console.print(f"  resumed at task {len(done)} of {len(of.tasks)}{again}")
     return record, [task for task in of.tasks if task.id not in done]
 
 
-def arrange(record: Attempts[str], of: Collection) -> None:
+def sort_record(record: RetriedResults[str], of: CollectionPlan) -> None:
     """Drop replaced attempts from the record and sort it by task."""
     order = {task.id: number for number, task in enumerate(of.tasks)}
     record.load()
     record.lines.arrange(lambda row: order[row["task_id"]])
 
 
-def _recorded(of: Collection, record: Attempts[str]) -> set[str]:
+def _recorded(of: CollectionPlan, record: RetriedResults[str]) -> set[str]:
     """Return the ids of the finished tasks."""
     known, done = {task.id for task in of.tasks}, set[str]()
     record.lines.drop_torn_line()
@@ -199,14 +207,14 @@ def _recorded(of: Collection, record: Attempts[str]) -> set[str]:
     return done
 
 
-def _of_another(of: Collection, number: int, id: str) -> RecordError:
+def _of_another(of: CollectionPlan, number: int, id: str) -> RecordError:
     return RecordError(
         f"{of.record}, line {number + 1}: the episode of {id!r} is not the next one of this collection; collect into "
         "another folder (--out)"
     )
 
 
-def restore(of: Collection, record: Attempts[str]) -> int:
+def restore_rounds(of: CollectionPlan, record: RetriedResults[str]) -> int:
     """Truncate the record to its finished rounds, bring a growing bank to the same state, and return the number of
     finished tasks.
 
@@ -222,7 +230,7 @@ def restore(of: Collection, record: Attempts[str]) -> int:
     finished = {task.id for task in of.tasks[:done]}
     record.keep(finished.__contains__)
     learned = (episode_from_json(row) for row in record.lines if row["task_id"] in finished)
-    traces = [attempts for episode in learned for attempts in traces_of([episode], of.views)]
+    traces = [attempts for episode in learned for attempts in episode_traces([episode], of.views)]
     of.bank.commit(traces)
     if (held := of.bank.origins().total()) > of.seeded + len(traces):
         raise BankError(
@@ -236,7 +244,7 @@ def restore(of: Collection, record: Attempts[str]) -> int:
 
 
 def write_rows(
-    config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]
+    config: CollectConfig, of: CollectionPlan, run: RunFolder, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Convert the record into rows; write them with statistics and card, and last collect.json, which marks the
     collection complete.
@@ -247,15 +255,15 @@ def write_rows(
     Raises:
         ValueError: there are no rows.
     """
-    listed = executor_told(config.env).lists_commands
-    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
+    listed = executor_instructions_for(config.env).lists_commands
+    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acting_role != "expert", listed)
     if not of.brief_state:
         steps = [replace(row, state="") for row in steps]
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]
-    broken, broke = broken_facts(outcomes), broken_line(outcomes, of.attempts, "episode_attempts")
+    broken, broke = failure_counts(outcomes), failure_summary(outcomes, of.attempts, "episode_attempts")
     if all(is_failure(episode.stop_reason) for episode in episodes):
         raise ValueError(f"every episode broke, so there are no rows: {broke}")
-    rows, dropped = filtered(steps, config)
+    rows, dropped = filter_rows(steps, config)
     if broke and not rows:
         raise ValueError(f"there are no rows to save, and {broke}")
     save_rows(rows, run.path / "rows")
@@ -289,14 +297,14 @@ def rows_from_record(
     rows, played = [], []
     for episode in episodes:
         if not is_failure(episode.stop_reason):
-            rows += sound_rows(episode, entries, own_label, commands)
+            rows += valid_rows(episode, entries, own_label, commands)
         for step in episode.steps:
             step.image = None
         played.append(episode)
     return rows, played
 
 
-def sound_rows(episode: Episode, entries: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
+def valid_rows(episode: Episode, entries: EntryStore, own_label: bool, commands: bool = False) -> list[SftRow]:
     """Convert an episode into rows, without steps whose emission did not parse or did not apply to the Brief State.
 
     Args:
@@ -308,7 +316,7 @@ def sound_rows(episode: Episode, entries: Kept, own_label: bool, commands: bool 
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode, entries, commands) if row.t not in flawed]
+    rows = [row for row in episode_rows(episode, entries, commands) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 
@@ -316,9 +324,9 @@ def success_filter(config: CollectConfig) -> str:
     """Return what an episode's success says about the teacher: nothing if the expert acts."""
     if config.teacher == "expert":
         return "says little of the teacher: the environment's expert acts, on guidance where that is a command"
-    if config.acts == "expert":
+    if config.acting_role == "expert":
         return "says nothing of the teacher: the environment's expert acts, whatever is compiled"
-    acts = "the teacher's model" if config.acts == "teacher" else "the executor"
+    acts = "the teacher's model" if config.acting_role == "teacher" else "the executor"
     rows = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
     return f"{acts} acted on what was compiled; {rows}"
 

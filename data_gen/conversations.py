@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any
 from agent.records import compile_request
 from compiler.prompt import compiler_parts
 from data_gen.dataset import write_parquet
-from data_gen.rows import SftRow, hold_out
-from lm.prompt import messages
+from data_gen.rows import SftRow, split_rows
+from lm.prompt import chat_messages
 from memory.trajectory import png_bytes
-from runtime.store import new_folder
+from runtime.store import atomic_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def conversation(row: SftRow, instructions: str = "", images: bool = False) -> dict[str, Any]:
+def row_to_conversation(row: SftRow, instructions: str = "", images: bool = False) -> dict[str, Any]:
     """Convert a row into a conversation. With `images`, every content is a list of parts, and `images` holds the
     pictures (PNG) in the order of their parts."""
     parts = compiler_parts(compile_request(row.step_input()), images)
-    turns = {"prompt": messages(parts, instructions), "completion": [{"role": "assistant", "content": row.emission}]}
+    turns = {
+        "prompt": chat_messages(parts, instructions),
+        "completion": [{"role": "assistant", "content": row.emission}],
+    }
     if not images:
         return turns
     pictures = [{"bytes": png_bytes(part.image)} for part in parts if part.image is not None]
@@ -39,18 +42,18 @@ def _content_parts(turn: dict[str, Any]) -> dict[str, Any]:
     return turn | {"content": [{"text": None, **part} for part in parts]}
 
 
-def as_conversations(rows: Sequence[SftRow], instructions: str = "", images: bool = False) -> Dataset:
+def rows_to_conversations(rows: Sequence[SftRow], instructions: str = "", images: bool = False) -> Dataset:
     """Convert rows into a TRL dataset, one conversation per row."""
     from datasets import Dataset, Features, Image, List, Value
 
     text = Value("string")
     turns = List({"role": text, "content": List({"text": text, "type": text}) if images else text})
     features = {"prompt": turns, "completion": turns, **({"images": List(Image())} if images else {})}
-    conversations = [conversation(row, instructions, images) for row in rows]
+    conversations = [row_to_conversation(row, instructions, images) for row in rows]
     return Dataset.from_list(conversations, features=Features(features))
 
 
-def export(
+def export_conversations(
     rows: Sequence[SftRow],
     out: Path,
     *,
@@ -69,9 +72,9 @@ def export(
         FileExistsError: the folder exists.
         ValueError: the rows cannot be split.
     """
-    training, testing = hold_out(rows, held_out, seed)
+    training, testing = split_rows(rows, held_out, seed)
     splits = {"train": training, **({"test": testing} if testing else {})}
-    with new_folder(out) as folder:
+    with atomic_folder(out) as folder:
         for split, part in splits.items():
-            write_parquet(as_conversations(part, instructions, images), folder, split)
+            write_parquet(rows_to_conversations(part, instructions, images), folder, split)
     return {split: len(part) for split, part in splits.items()}

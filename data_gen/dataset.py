@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from compiler.language import Kind
 from configs.load import read_yaml
 from configs.run_folder import RunFolder
-from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
+from data_gen.rows import SftRow, load_rows, row_folders, rows_to_dataset
+from runtime.parsing import without_newlines
 from runtime.store import read_json
-from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,7 +41,7 @@ def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow
     return [row for row in rows if row.kind is not Kind.NOACTION or draw.random() < keep]
 
 
-def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
+def filter_rows(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
     """Apply the filters of the settings; return the remaining rows, and the number of dropped rows by filter."""
     kept = [row for row in rows if row.success or not config.successful_only]
     thinned = thin_noaction(kept, config.keep_noaction, config.seed)
@@ -100,18 +100,18 @@ def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None
         "with_picture": sum(row.image is not None for row in rows),
         "emissions": _counts(row.kind for row in rows),
         "verbs": _counts(row.action.split(" ", 1)[0] for row in rows),
-        "steps_per_episode": spread([episode[0].steps for episode in episodes if episode[0].steps]),
-        "memory_entries": spread([len(row.memory_ids) for row in rows]),
-        "memory_pictures": spread([sum(map(len, row.memory_images)) for row in rows]),
-        "characters": {name: spread([len(text) for text in some]) for name, some in texts.items()},
+        "steps_per_episode": summarise_values([episode[0].steps for episode in episodes if episode[0].steps]),
+        "memory_entries": summarise_values([len(row.memory_ids) for row in rows]),
+        "memory_pictures": summarise_values([sum(map(len, row.memory_images)) for row in rows]),
+        "characters": {name: summarise_values([len(text) for text in some]) for name, some in texts.items()},
     }
     if tokenizer is not None:
         count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        found["tokens"] = {name: spread([count(text) for text in some]) for name, some in texts.items()}
+        found["tokens"] = {name: summarise_values([count(text) for text in some]) for name, some in texts.items()}
     return found
 
 
-def spread(values: Sequence[int]) -> dict[str, float] | None:
+def summarise_values(values: Sequence[int]) -> dict[str, float] | None:
     """Return mean, minimum, median, 95th percentile and maximum; None for no values."""
     if not values:
         return None
@@ -120,7 +120,7 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
     return {"mean": round(fmean(ordered), 2), "min": ordered[0], "median": at(0.5), "p95": at(0.95), "max": ordered[-1]}
 
 
-def in_words(found: Mapping[str, Any]) -> list[str]:
+def describe_statistics(found: Mapping[str, Any]) -> list[str]:
     """Return the counts as sentences, one per line."""
     played, dropped = found.get("played"), found.get("dropped")
     lines = [
@@ -150,7 +150,7 @@ def print_statistics(found: Mapping[str, Any]) -> None:
         table.add_row(name, *map(str, values.values() if values else ["unknown"]))
     console = Console(width=120)
     console.print(table)
-    for line in in_words(found):
+    for line in describe_statistics(found):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -249,7 +249,7 @@ def provenance(rows: Path) -> dict[str, Any]:
     return {name: "unknown" if value is None else value for name, value in facts.items()}
 
 
-def of_collection(rows: Path) -> dict[str, Any]:
+def collection_counts(rows: Path) -> dict[str, Any]:
     """Return the collection's counts of played episodes and dropped rows, if it recorded them."""
     collected = _read_object(rows.parent / "collect.json")
     played = {name: collected[name] for name in ("episodes", "successes") if name in collected}
@@ -261,7 +261,7 @@ def dataset_card(origin: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
     Args:
         origin: from `provenance`.
-        found: from `statistics` and `of_collection`.
+        found: from `statistics` and `collection_counts`.
     """
     licence = LICENCES.get(origin["environment"])
     cell = lambda value: without_newlines(str(value)).replace("|", r"\|")
@@ -273,7 +273,7 @@ def dataset_card(origin: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         license=licence or "other",
         size=next(label for limit, label in _SIZES.items() if found["rows"] < limit),
         facts=table(origin),
-        contents="\n".join(f"- {line}" for line in in_words(found)),
+        contents="\n".join(f"- {line}" for line in describe_statistics(found)),
         fields=table(FIELDS),
         terms=_OWN_TERMS if licence else _OTHER_TERMS.format(environment),
     )
@@ -298,7 +298,7 @@ def write_parquet(dataset: Dataset, folder: Path, split: str = "train") -> None:
         dataset.shard(shards, i, contiguous=True).to_parquet(str(file))
 
 
-def push(rows: str | Path, repo: str, private: bool = True) -> str:
+def push_rows(rows: str | Path, repo: str, private: bool = True) -> str:
     """Upload the rows of one folder as a dataset of Parquet files with a card; return its address.
 
     Raises:
@@ -311,9 +311,9 @@ def push(rows: str | Path, repo: str, private: bool = True) -> str:
     if len(folders) > 1:
         raise ValueError(f"{len(folders)} folders of rows match {rows}: push each to its own repository")
     loaded = load_rows(folders[0])
-    card = dataset_card(provenance(folders[0]), statistics(loaded) | of_collection(folders[0]))
+    card = dataset_card(provenance(folders[0]), statistics(loaded) | collection_counts(folders[0]))
     with tempfile.TemporaryDirectory(prefix="memcompiler-push-") as folder:
-        write_parquet(as_dataset(loaded), Path(folder))
+        write_parquet(rows_to_dataset(loaded), Path(folder))
         (Path(folder) / CARD).write_text(card, encoding="utf-8")
         api = HfApi()
         api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)

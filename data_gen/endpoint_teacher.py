@@ -3,7 +3,7 @@
 It reads the compiler's input (M, b_t, o_t) and the previous actions, and answers in the emission language. After an
 answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the last
 attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
-(`data_gen.collect.sound_rows`).
+(`data_gen.collect.valid_rows`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from compiler.language import Emission, ParseError, ParseResult, parse, render
 from compiler.prompt import compiler_instructions, compiler_parts
 from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
-from envs.registry import executor_told
+from envs.registry import executor_instructions_for
 from executor.api import ApiExecutor
-from executor.build import load_executor, reads_of
+from executor.build import executor_view, load_executor
 from executor.records import Executor
-from lm.answers import Message
+from lm.answer_cache import Answer
 from lm.endpoint import Endpoint, EndpointFailure, user_message
-from lm.ledger import Answer
-from lm.replies import marked
+from lm.reply_cleaning import extract_labelled
+from lm.responses import Message
 from memory.trajectory import png_bytes
 
 COMPILE, RETRY, RATIONALE = "teacher", "teacher, again", "rationale"  # roles in the endpoint's account
@@ -115,14 +115,14 @@ class EndpointTeacher:
         summary = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
         system = {"role": "system", "content": WRITING}
         answer = await self.endpoint.ask([system, user_message(summary)], RATIONALE, RATIONALE_TOKENS)
-        return one_line(marked(answer.text))
+        return one_line(extract_labelled(answer.text))
 
 
 def read_emission(answer: Answer) -> ParseResult:
     """Parse an emission from a chat model's answer, or from a fenced or labelled part of it."""
     parsed = parse(answer.text)
     if parsed.error:
-        inner = parse(marked(answer.text))
+        inner = parse(extract_labelled(answer.text))
         parsed = parsed if inner.error else inner
     return ParseResult(Emission(), ParseError.TRUNCATED) if answer.truncated else parsed
 
@@ -138,16 +138,16 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
 
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
     """Load the actor; also return all endpoints by role."""
-    endpoints, environment = {"teacher": teacher}, executor_told(config.env)
-    if config.acts == "expert":
+    endpoints, environment = {"teacher": teacher}, executor_instructions_for(config.env)
+    if config.acting_role == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
-    if config.acts == "teacher":
+    if config.acting_role == "teacher":
         executor = ApiExecutor(
             teacher,
             instructions=environment.instructions if config.executor.instructions == "full" else "",
             max_new_tokens=config.executor.max_new_tokens,
             role="actor",
-            reads=reads_of(config.executor, environment),
+            reads=executor_view(config.executor, environment),
         )
         return executor, endpoints
     actor = load_executor(config.executor, environment, cache)

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.training import GrpoConfig
-from data_gen.memories import make_memory, open_memory
+from data_gen.memory_factory import initialise_memory, open_memory
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.manifest import Manifest
-from envs.registry import Environments, environment_version, find, reader_of
-from envs.spec import installed_versions, source_sha256
+from envs.registry import Environments, command_reader_for, environment_version, find
+from envs.spec import package_versions, source_sha256
 from memory.protocol import MemorySystem, Trace
 from memory.trajectory import png_bytes
 from runtime.attempts import ATTEMPTS
@@ -55,12 +55,12 @@ EXPERT_STEPS = 200  # longer than any plan; many environments end an episode ear
 # -- task selection ----------------------------------------------------------------------------------------------------
 
 
-def check_filled(config: Config) -> None:
+def require_expert(config: Config) -> None:
     """Raise ConfigError if the environment has no expert to fill a bank."""
     if not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert that could fill a memory bank: collect one with an endpoint as teacher "
-            "(memcompiler collect teacher=endpoint actor=teacher api.model=NAME, docs/data.md) and name it "
+            "(memcompiler collect teacher=endpoint actor=teacher api.model=NAME, docs/guides/data.md) and name it "
             "(memory.bank=RUN/bank), or play without memory (memory.k=0)"
         )
 
@@ -106,7 +106,7 @@ def _by_turns(tasks: Sequence[Task], per_kind: int) -> list[Task]:
 # -- the bank ----------------------------------------------------------------------------------------------------------
 
 
-def filled_bank(
+def open_experience_bank(
     config: Config, envs: Environments, experience: Sequence[Task], out: Path, beside: Path | None = None
 ) -> MemorySystem:
     """Open the bank that the settings name, or the cached bank of this experience; the expert fills it if needed.
@@ -124,7 +124,7 @@ def filled_bank(
     if not experience:
         bank = open_memory(config.memory, out / "bank")
         if config.memory.bank is None:
-            make_memory(bank)
+            initialise_memory(bank)
         return bank
     facts = _facts(config, experience)
     key = hashlib.sha256(to_json(facts, ascii=True).encode()).hexdigest()[:16]
@@ -134,7 +134,7 @@ def filled_bank(
     with locked(folder / ".lock", lambda: console.print(f"  experience: another process fills {folder}; waiting")):
         bank = open_memory(config.memory, folder / "bank")
         if (folder / EXPERIENCE).exists():
-            missing = len(not_experienced(experience, bank))
+            missing = len(tasks_without_episode(experience, bank))
             console.print(
                 f"  experience: {len(bank)} episodes are in {folder}"
                 + (f"; {missing} tasks broke and have none: delete the folder to fill it again" if missing else "")
@@ -158,7 +158,7 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
     api = {"model": memory.api.model} if memory.api else {}  # the language model that the memory system calls
     return {
         "environment": env.model_dump(mode="json", exclude=set(env.HOW)),
-        **environment_version(env.name, installed_versions(spec.packages)),
+        **environment_version(env.name, package_versions(spec.packages)),
         "expert_sha256": source_sha256(HASHED_SOURCES),
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": memory.pictures,
@@ -180,13 +180,13 @@ def _fill(
 
     A complete bank never changes, so runs that share it stay comparable.
     """
-    make_memory(bank)
-    left, started = not_experienced(experience, bank), time.monotonic()
-    teacher, views = ExpertTeacher(reader=reader_of(config.env)), kept_views(config)
+    initialise_memory(bank)
+    left, started = tasks_without_episode(experience, bank), time.monotonic()
+    teacher, views = ExpertTeacher(reader=command_reader_for(config.env)), view_selection(config)
     with progress("experience", len(experience), len(experience) - len(left)) as advance:
         lost = collect_experience(envs.lease, left, bank, teacher, views=views, on_episode=advance)
     for _ in range(ATTEMPTS - 1):
-        if left := not_experienced(experience, bank):
+        if left := tasks_without_episode(experience, bank):
             lost = collect_experience(envs.lease, left, bank, teacher, views=views)
     if lost:
         console.print(
@@ -218,19 +218,19 @@ def _link(link: Path, bank: Path) -> None:
 # -- episodes as experience --------------------------------------------------------------------------------------------
 
 
-Views = Callable[[Episode], "Sequence[Image]"]  # selects the pictures of an episode that its entry stores
+ViewSelection = Callable[[Episode], "Sequence[Image]"]  # selects the pictures of an episode that its entry stores
 
 
-def no_views(episode: Episode) -> Sequence[Image]:
+def select_no_views(episode: Episode) -> Sequence[Image]:
     return ()
 
 
-def kept_views(config: Config) -> Views:
+def view_selection(config: Config) -> ViewSelection:
     """Return the selection of views that environment and settings define."""
-    return first_views(find(config.env.name).views, config.memory.pictures)
+    return select_first_views(find(config.env.name).views, config.memory.pictures)
 
 
-def first_views(select: Callable[[Sequence[str]], Sequence[int]], most: int) -> Views:
+def select_first_views(select: Callable[[Sequence[str]], Sequence[int]], most: int) -> ViewSelection:
     """Return a selection of the first `most` views among the steps that `select` picks from an episode's actions
     (`EnvSpec.views`), in step order."""
 
@@ -242,7 +242,7 @@ def first_views(select: Callable[[Sequence[str]], Sequence[int]], most: int) -> 
     return views
 
 
-class Explainer(Protocol):
+class RationaleWriter(Protocol):
     """Explains in one line each why finished episodes succeeded or failed."""
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]: ...
@@ -252,8 +252,8 @@ def collect_experience(
     make_env: Callable[[], Environment],
     tasks: Sequence[Task],
     bank: MemorySystem,
-    explainer: Explainer,
-    views: Views = no_views,
+    explainer: RationaleWriter,
+    views: ViewSelection = select_no_views,
     max_steps: int = EXPERT_STEPS,
     on_episode: Callable[[Episode], None] | None = None,
     round_size: int = ROUND,
@@ -266,7 +266,7 @@ def collect_experience(
     Raises:
         ConfigError: more episodes broke than were committed.
     """
-    delivery, limits, lost = Delivery("expert", "none"), Limits(max_steps), list[Episode]()
+    delivery, limits, lost = Delivery("expert", "none"), EpisodeLimits(max_steps), list[Episode]()
     for start in range(0, len(tasks), round_size):
         specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
         episodes = run_episodes(
@@ -278,8 +278,8 @@ def collect_experience(
             concurrency=round_size,
             on_episode=on_episode,
         )
-        explain(episodes, explainer)
-        bank.commit(traces_of(episodes, views))
+        add_rationales(episodes, explainer)
+        bank.commit(episode_traces(episodes, views))
         lost += [episode for episode in episodes if is_failure(episode.stop_reason)]
         if lost and len(lost) > bank.origins().total():
             raise ConfigError(
@@ -291,20 +291,20 @@ def collect_experience(
     return lost
 
 
-def not_experienced(tasks: Sequence[Task], bank: MemorySystem) -> list[Task]:
+def tasks_without_episode(tasks: Sequence[Task], bank: MemorySystem) -> list[Task]:
     """Return the tasks without an episode in the bank."""
     known = bank.origins()
     return [task for task in tasks if (task.id, task.split) not in known]
 
 
-def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
+def add_rationales(episodes: Sequence[Episode], explainer: RationaleWriter) -> None:
     """Set the rationale of each episode that did not break."""
     finished = [episode for episode in episodes if not is_failure(episode.stop_reason)]
     for episode, why in zip(finished, explainer.rationales(finished), strict=True):
         episode.rationale = why
 
 
-def traces_of(episodes: Iterable[Episode], views: Views = no_views) -> list[list[Trace]]:
+def episode_traces(episodes: Iterable[Episode], views: ViewSelection = select_no_views) -> list[list[Trace]]:
     """Convert episodes into memory traces with the selected views, each followed by its retries.
 
     Unsuccessful episodes count, broken ones do not.
@@ -313,10 +313,10 @@ def traces_of(episodes: Iterable[Episode], views: Views = no_views) -> list[list
     return [[_trace(e, number, views) for number, e in enumerate(attempts)] for attempts in finished if attempts]
 
 
-def _trace(e: Episode, attempt: int, views: Views) -> Trace:
+def _trace(e: Episode, attempt: int, views: ViewSelection) -> Trace:
     return Trace(
         Task(e.task_id, goal=e.goal, scene=e.scene, split=e.split, kind=e.kind),
-        records=tuple(step.told() for step in e.steps),
+        records=tuple(step.to_memory_record() for step in e.steps),
         success=e.success,
         attempt=attempt,
         rationale=e.rationale,

@@ -29,7 +29,7 @@ class LeakageError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class DimensionOverlap:
     """Comparison of one dimension: the number of distinct values of each side, and of shared ones."""
 
     dimension: str
@@ -50,7 +50,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class IsolationCheck:
     """Result of comparing two task lists, which the hashes identify."""
 
     benchmark: str
@@ -58,7 +58,7 @@ class Verdict:
     evaluation: str
     train_sha256: str
     evaluation_sha256: str
-    overlaps: tuple[Overlap, ...]
+    overlaps: tuple[DimensionOverlap, ...]
 
     @property
     def clean(self) -> bool:
@@ -89,7 +89,7 @@ class Verdict:
         return table
 
 
-def check(train: Manifest, evaluation: Manifest) -> Verdict:
+def check(train: Manifest, evaluation: Manifest) -> IsolationCheck:
     """Compare two task lists of one benchmark.
 
     Raises:
@@ -102,7 +102,7 @@ def check(train: Manifest, evaluation: Manifest) -> Verdict:
     if not named:
         raise LeakageError(f"the tasks of {train.benchmark} have no isolation dimensions: fill in Task.isolation")
     overlaps = tuple(_overlap(name, rules.get(name, "disjoint"), train, evaluation) for name in sorted(named))
-    return Verdict(
+    return IsolationCheck(
         train.benchmark,
         train=train.split,
         evaluation=evaluation.split,
@@ -112,13 +112,13 @@ def check(train: Manifest, evaluation: Manifest) -> Verdict:
     )
 
 
-def _overlap(dimension: str, rule: Rule, train: Manifest, evaluation: Manifest) -> Overlap:
+def _overlap(dimension: str, rule: Rule, train: Manifest, evaluation: Manifest) -> DimensionOverlap:
     ours, theirs = _values(dimension, train), _values(dimension, evaluation)
     shared = ours & theirs
     touched = sum(not shared.isdisjoint(task.isolation[dimension]) for task in evaluation.tasks)
     clean = not shared if rule == "disjoint" else len(theirs) > len(shared)
     examples = tuple(sorted(shared)[:EXAMPLES])
-    return Overlap(
+    return DimensionOverlap(
         dimension,
         rule,
         train=len(ours),

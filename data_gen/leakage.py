@@ -17,8 +17,8 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.isolation import BankAudit, LeakageError, Verdict, audit_bank, check, isolation_rules
-from data_gen.memories import open_memory
+from data_gen.isolation import BankAudit, IsolationCheck, LeakageError, audit_bank, check, isolation_rules
+from data_gen.memory_factory import open_memory
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
 from envs.registry import DEFAULT, find
@@ -37,11 +37,11 @@ MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class LeakageAudit:
     """Comparison of training tasks and their bank with the tasks of the held-out splits."""
 
     train_sha256: str
-    verdict: Verdict | None = None  # None without held-out tasks
+    verdict: IsolationCheck | None = None  # None without held-out tasks
     unchecked: Mapping[str, str] = field(default_factory=dict)  # split -> why
     bank: BankAudit | None = None  # of a given bank
     dropped: int = 0  # tasks left out because they share something with evaluation
@@ -70,9 +70,9 @@ class Audit:
         return asdict(self) | {"clean": self.clean, "verdict": self.verdict.to_json() if self.verdict else None}
 
 
-def guard_training(
+def isolate_training_tasks(
     config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], *, envs: Environments, run: RunFolder
-) -> tuple[list[Task], list[Task], Audit]:
+) -> tuple[list[Task], list[Task], LeakageAudit]:
     """Check training tasks for leakage before anything is played, and write manifest.json and leakage.json.
 
     Returns:
@@ -106,15 +106,15 @@ def audit_training(
     held_out: Sequence[Task],
     unchecked: Mapping[str, str],
     dropped: int = 0,
-) -> Audit:
+) -> LeakageAudit:
     """Compare training tasks and a given bank with the held-out tasks. Raises: LeakageError."""
     if not held_out:
-        return Audit(manifest.sha256, unchecked=unchecked, dropped=dropped)
+        return LeakageAudit(manifest.sha256, unchecked=unchecked, dropped=dropped)
     evaluation, bank = Manifest.of(config.env.name, held_out), None
     if config.memory.bank is not None:
         bank = audit_bank(open_memory(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
     verdict = check(manifest, evaluation)
-    return Audit(manifest.sha256, verdict, unchecked=unchecked, bank=bank, dropped=dropped)
+    return LeakageAudit(manifest.sha256, verdict, unchecked=unchecked, bank=bank, dropped=dropped)
 
 
 def held_out_tasks(config: CollectConfig | GrpoConfig, envs: Environments) -> tuple[list[Task], dict[str, str]]:
@@ -154,7 +154,7 @@ def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Ta
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
+def check_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
     """Return the leakage problems of rows; none if their collection was checked and is clean.
 
     Raises:
@@ -189,7 +189,7 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     return problems
 
 
-def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
+def copy_rows_manifest(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
     """Copy manifest and verdict of the rows into the run folder, merged for several folders.
 
     Raises:
@@ -257,13 +257,13 @@ def record_evaluation(
     return facts
 
 
-def _training_verdict(config: EvalConfig, evaluated: Manifest) -> tuple[Verdict | None, str]:
+def _training_verdict(config: EvalConfig, evaluated: Manifest) -> tuple[IsolationCheck | None, str]:
     """Compare the checkpoint's training tasks with the evaluated ones; None and the reason if that is impossible."""
     if config.compiler.checkpoint is None:
         return None, "no trained compiler"
-    from compiler.checkpoint import beside
+    from compiler.checkpoint import run_file
 
-    found = beside(Path(config.compiler.checkpoint), MANIFEST)
+    found = run_file(Path(config.compiler.checkpoint), MANIFEST)
     if found is None:
         return None, f"no {MANIFEST} beside {config.compiler.checkpoint}: which tasks it was trained on is unknown"
     try:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode
-from data_gen.experience import traces_of
+from data_gen.experience import episode_traces
 from envs.base import Environment
 from executor.records import Executor
 from memory.protocol import Session
@@ -21,7 +21,7 @@ def play_round(
     specs: Sequence[EpisodeSpec],
     delivery: Delivery,
     executor: Executor,
-    limits: Limits,
+    limits: EpisodeLimits,
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
@@ -62,5 +62,5 @@ def _retry_session(spec: EpisodeSpec, episode: Episode) -> Session | None:
     last = episode.retries[-1] if episode.retries else episode
     if last.success or is_failure(last.stop_reason):
         return None
-    [attempts] = traces_of([episode])
-    return spec.again(attempts)
+    [attempts] = episode_traces([episode])
+    return spec.next_attempt(attempts)

@@ -23,8 +23,8 @@ from compiler.brief_state import parse_brief_state
 from compiler.language import Kind, parse, render
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry, Provenance
-from memory.protocol import Kept
-from memory.trajectory import png_bytes, stated_goal
+from memory.protocol import EntryStore
+from memory.trajectory import goal_with_scene, png_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -87,7 +87,7 @@ class SftRow:
         )
 
 
-def rows_of(episode: Episode, entries: Kept, commands: bool = False) -> list[SftRow]:
+def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) -> list[SftRow]:
     """Convert a teacher's episode into rows, one per step without a failure.
 
     The action label is the expert's, also at detours.
@@ -96,7 +96,7 @@ def rows_of(episode: Episode, entries: Kept, commands: bool = False) -> list[Sft
         entries: the bank's entries by id.
         commands: store the possible commands.
     """
-    goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
+    goal, history, rows = goal_with_scene(episode.goal, episode.scene), (), []
     for t, step in enumerate(episode.steps):
         if not step.emission_kind or not step.action:
             continue
@@ -138,26 +138,26 @@ def without_brief_state(row: SftRow) -> SftRow:
     return replace(row, state="", emission=row.emission if parsed.error else render(replace(parsed.emission, ops=())))
 
 
-def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
+def split_rows(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
     """Split rows into training and held-out rows by task; seed and task ids alone decide which tasks are held out.
 
     Raises:
         ValueError: no task is left to train on.
     """
-    training, held = held_out([row.task_id for row in rows], share, seed)
+    training, held = split_row_indices([row.task_id for row in rows], share, seed)
     return [rows[i] for i in training], [rows[i] for i in held]
 
 
-def shuffled(names: Iterable[str], seed: int) -> list[str]:
+def seeded_order(names: Iterable[str], seed: int) -> list[str]:
     """Return distinct names in a pseudo-random order that depends on seed and names alone."""
     return sorted(set(names), key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
 
 
-def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+def split_row_indices(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
     """Return the row indices of both parts of `hold_out`, from the task id of every row."""
     if not share:
         return list(range(len(tasks))), []
-    names = shuffled(tasks, seed)
+    names = seeded_order(tasks, seed)
     held = set(names[: max(1, round(share * len(names)))])
     if len(held) == len(names):
         raise ValueError(f"rows of {len(names)} tasks cannot be split by task: collect more, or validation.share=0")
@@ -167,7 +167,7 @@ def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], 
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
-def as_dataset(rows: Sequence[SftRow]) -> Dataset:
+def rows_to_dataset(rows: Sequence[SftRow]) -> Dataset:
     """Convert rows into the dataset that is stored and published."""
     from datasets import Dataset, Features, Image, List, Value
 
@@ -181,7 +181,7 @@ def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
     """Save rows in a folder. Raises: ValueError, if there are none."""
     if not rows:
         raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters dropped all rows")
-    as_dataset(rows).save_to_disk(str(folder))
+    rows_to_dataset(rows).save_to_disk(str(folder))
 
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -209,10 +209,10 @@ def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
     share = lambda row: replace(
         row, memory_images=tuple(tuple(once.setdefault(png, png) for png in entry) for entry in row.memory_images)
     )
-    return [share(row) for folder in row_folders(rows) for row in StoredRows(folder)]
+    return [share(row) for folder in row_folders(rows) for row in SftRowDataset(folder)]
 
 
-class StoredRows(Stored[SftRow]):
+class SftRowDataset(Stored[SftRow]):
     """The rows of a folder, read from disk on access.
 
     Args:
@@ -233,7 +233,7 @@ class StoredRows(Stored[SftRow]):
         return self._dataset.data["task_id"].to_pylist()
 
     @property
-    def has_first_views(self) -> bool:
+    def has_first_observations(self) -> bool:
         """Whether any row holds the first observation of its episode; rows of an older version do not."""
         return "first" in self._dataset.column_names and any(self._dataset.data["first"].to_pylist())
 

@@ -13,10 +13,10 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG, RunFolder
 from configs.training import GrpoConfig
-from data_gen.experience import Config, check_filled, experience_tasks
-from data_gen.leakage import guard_training
-from data_gen.memories import open_memory
-from data_gen.rows import shuffled
+from data_gen.experience import Config, experience_tasks, require_expert
+from data_gen.leakage import isolate_training_tasks
+from data_gen.memory_factory import open_memory
+from data_gen.rows import seeded_order
 from envs.base import Task
 from envs.registry import AnyEnvSettings, Environments
 from memory.protocol import MemorySystem, Query
@@ -25,7 +25,7 @@ from runtime.store import read_json
 console = Console(width=120)
 
 
-def chosen_tasks(
+def select_tasks(
     config: Config, envs: Environments, split: str, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
     """Select the tasks that a command plays, and the tasks whose episodes fill its bank.
@@ -39,14 +39,14 @@ def chosen_tasks(
     """
     experienced = experienced and config.memory.bank is None and config.memory.k > 0
     if experienced:
-        check_filled(config)
+        require_expert(config)
     tasks = envs.tasks(split)[: config.limit]
     if not tasks:
         raise ValueError(f"split {split} of {config.env.name} has no tasks: check split, limit and the data")
     return tasks, experience_tasks(config, envs, split, tasks) if experienced else []
 
 
-def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[EpisodeSpec]:
+def episode_specs(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[EpisodeSpec]:
     """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task's own episodes."""
     version, queries = bank.snapshot(), [Query(task, k) for task in tasks]
     return [
@@ -54,19 +54,19 @@ def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[Episode
             query.task,
             memory=first.entries,
             bank_version=version,
-            session=partial(bank.session, query, first),
-            again=partial(bank.again, query, first),
+            open_session=partial(bank.session, query, first),
+            next_attempt=partial(bank.again, query, first),
         )
         for query, first in zip(queries, bank.recall(queries), strict=True)
     ]
 
 
-def guarded_tasks(
+def select_isolated_tasks(
     config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
-    """Select tasks as `chosen_tasks` does and check them for leakage. Raises: ConfigError, if they leak."""
-    tasks, experience = chosen_tasks(config, envs, config.split, experienced)
-    tasks, experience, audit = guard_training(config, tasks, experience, envs=envs, run=run)
+    """Select tasks as `select_tasks` does and check them for leakage. Raises: ConfigError, if they leak."""
+    tasks, experience = select_tasks(config, envs, config.split, experienced)
+    tasks, experience, audit = isolate_training_tasks(config, tasks, experience, envs=envs, run=run)
     console.print(f"  {audit.summary}")
     return tasks, experience
 
@@ -74,20 +74,22 @@ def guarded_tasks(
 # -- held-out tasks, for evaluation during training --------------------------------------------------------------------
 
 
-def without_held_out(specs: Sequence[EpisodeSpec], n: int, seed: int) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
+def split_held_out_specs(
+    specs: Sequence[EpisodeSpec], n: int, seed: int
+) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
     """Split specs into training ones and `n` held-out ones, by seed and task id alone.
 
     Raises:
         ConfigError: no task is left to train on.
     """
-    names = shuffled((spec.task.id for spec in specs), seed)
+    names = seeded_order((spec.task.id for spec in specs), seed)
     if n >= len(names):
         raise ConfigError(f"evaluation.tasks={n} of {len(names)} tasks leave none to train on: set it lower")
     held = set(names[:n])
     return [s for s in specs if s.task.id not in held], [s for s in specs if s.task.id in held]
 
 
-def rows_world(folders: Sequence[Path]) -> AnyEnvSettings:
+def rows_environment_settings(folders: Sequence[Path]) -> AnyEnvSettings:
     """Return the environment settings of the collections that rows come from.
 
     Raises:
@@ -101,7 +103,9 @@ def rows_world(folders: Sequence[Path]) -> AnyEnvSettings:
     return found[0]
 
 
-def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, envs: Environments) -> list[EpisodeSpec]:
+def select_held_out_specs(
+    names: Mapping[Path, Collection[str]], n: int, seed: int, envs: Environments
+) -> list[EpisodeSpec]:
     """Select `n` of the tasks whose rows are held out, with entries from the bank of their collection.
 
     Args:
@@ -116,7 +120,7 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
             f"evaluation.tasks={n}, but only rows of {len(folder_of)} tasks are held out: set it lower, or raise "
             "validation.share"
         )
-    chosen = set(shuffled(folder_of, seed)[:n])
+    chosen = set(seeded_order(folder_of, seed)[:n])
     specs: list[EpisodeSpec] = []
     for folder in names:
         mine, collection = {name for name in chosen if folder_of[name] == folder}, _collection(folder)
@@ -127,7 +131,9 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
             )
         version = read_json(folder.parent / "collect.json")["bank_version"]
         at_end = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
-        specs += specs_for(tasks, open_memory(collection.memory.model_copy(update=at_end), folder), collection.memory.k)
+        specs += episode_specs(
+            tasks, open_memory(collection.memory.model_copy(update=at_end), folder), collection.memory.k
+        )
     return specs
 
 

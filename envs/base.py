@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runtime.errors import EnvironmentFailure as EnvironmentFailure  # for environments of other packages
-from runtime.told import without_newlines
+from runtime.parsing import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -123,7 +123,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class LivingEnvironment(Environment, Protocol):
+class PersistentEnvironment(Environment, Protocol):
     """An environment in which one task can follow another in the same world."""
 
     def sequences(self, split: str) -> Sequence[TaskSequence]:
@@ -136,9 +136,9 @@ class LivingEnvironment(Environment, Protocol):
         ...
 
 
-def living(env: Environment) -> LivingEnvironment:
+def is_persistent(env: Environment) -> PersistentEnvironment:
     """Return an environment whose worlds persist across tasks; EnvironmentFailure for any other."""
-    if isinstance(env, LivingEnvironment):
+    if isinstance(env, PersistentEnvironment):
         return env
     raise EnvironmentFailure(
         f"{env.name} starts every task in a new world: sequences of tasks in one world are "

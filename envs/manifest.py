@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from envs.base import Task
+from runtime.parsing import parse_json
 from runtime.store import write_atomically
-from runtime.told import parse_json
 
 FORMAT = 1
 

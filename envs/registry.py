@@ -8,16 +8,16 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from envs.base import Environment, Task, TaskSequence, living
+from envs.base import Environment, Task, TaskSequence, is_persistent
+from envs.command_reader import CommandReader
 from envs.pool import EnvironmentPool
-from envs.spec import EnvSettings, EnvSpec, Told, source_sha256
-from envs.trajectories import TrajectoryReader
-from runtime.plugins import PluginError, Plugins
+from envs.spec import EnvSettings, EnvSpec, ExecutorInstructions, source_sha256
+from runtime.plugins import PluginError, Registry
 from runtime.settings import did_you_mean
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
-_ALL = Plugins(
+_ALL = Registry(
     "environment",
     GROUP,
     EnvSpec,
@@ -80,17 +80,17 @@ def default_settings() -> EnvSettings:
     return settings_of(DEFAULT)
 
 
-def executor_told(settings: EnvSettings) -> Told:
+def executor_instructions_for(settings: EnvSettings) -> ExecutorInstructions:
     """Return the executor's instructions for the environment."""
-    return find(settings.name).told
+    return find(settings.name).executor_instructions
 
 
-def compiler_told(settings: EnvSettings) -> str:
+def compiler_instructions_for(settings: EnvSettings) -> str:
     """Return the compiler's instructions for the environment, beside the emission language."""
-    return find(settings.name).compiling
+    return find(settings.name).compiler_instructions
 
 
-def reader_of(settings: EnvSettings) -> TrajectoryReader:
+def command_reader_for(settings: EnvSettings) -> CommandReader:
     """Return the reader of the environment's commands."""
     return find(settings.name).reader
 
@@ -157,7 +157,7 @@ class Environments:
         persist."""
         env = self.lease()
         try:
-            return list(living(env).sequences(split))
+            return list(is_persistent(env).sequences(split))
         finally:
             env.close()
 

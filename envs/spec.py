@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from envs.base import Task
-from envs.trajectories import TrajectoryReader
+from envs.command_reader import CommandReader
 from runtime.settings import Seed, Settings
 
 # Isolation rule by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
@@ -79,11 +79,11 @@ class PoolLimits:
     close_s: float = 5.0
     lease_s: float = 600.0  # wait of a lease for a free worker
     beat_s: float = 1.0  # interval of heartbeats while a call runs
-    silence_s: float = 30.0  # without a heartbeat: stopped (C calls may hold the interpreter's lock for long)
+    unresponsive_s: float = 30.0  # without a heartbeat: stopped (C calls may hold the interpreter's lock for long)
     restarts: int = 100
 
 
-class Missing(Exception):
+class NotInstalled(Exception):
     """A part that is not installed (no fault for an optional one)."""
 
 
@@ -100,14 +100,14 @@ class Probe:
     seconds: float = 120.0
 
 
-def is_installed(module: str, distribution: str | None = None) -> str:
+def installed_version(module: str, distribution: str | None = None) -> str:
     """Return the distribution's version without importing it (deepspeed's import takes seconds), or raise `Missing`."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise Missing("not installed")
+        raise NotInstalled("not installed")
     return importlib.metadata.version(distribution or module)
 
 
-def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+def package_versions(distributions: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed ones among these distributions."""
     versions = {}
     for name in dict.fromkeys(distributions):
@@ -116,9 +116,9 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def imports(module: str, distribution: str | None = None) -> str:
+def imported_version(module: str, distribution: str | None = None) -> str:
     """Import a module, and return its distribution's version."""
-    version = is_installed(module, distribution)
+    version = installed_version(module, distribution)
     importlib.import_module(module)
     return version
 
@@ -138,7 +138,7 @@ def _files(module: str) -> list[Path]:
     return sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]
 
 
-def sync(extra: str = "") -> str:
+def install_command(extra: str = "") -> str:
     """Return the command that installs the locked packages, with those of an extra, by the uv that `make` uses."""
     uv = "uv" if shutil.which("uv") else ".uv/bin/uv"
     return f"{uv} sync --inexact" + (f" --extra {extra}" if extra else "")
@@ -149,7 +149,7 @@ def last_view(actions: Sequence[str]) -> Sequence[int]:
     return range(len(actions))[-1:]
 
 
-class Told(NamedTuple):
+class ExecutorInstructions(NamedTuple):
     """An executor's instructions for an environment (`executor.instructions: full`), the same under every delivery."""
 
     instructions: str
@@ -181,13 +181,13 @@ class EnvSpec:
     # (Default: where `instructions` names none.)
     lists_commands: bool | None = None
     # Instructions of compilers beside the emission language: the agent, its memory, what to say and to note.
-    compiling: str = ""
+    compiler_instructions: str = ""
     # Indices of the steps whose views a memory entry stores, from an episode's commands, the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
-    reader: TrajectoryReader = field(default_factory=TrajectoryReader)  # reads its commands, for teachers
+    reader: CommandReader = field(default_factory=CommandReader)  # reads its commands, for teachers
 
     @property
-    def told(self) -> Told:
+    def executor_instructions(self) -> ExecutorInstructions:
         """Return the executor's instructions."""
         lists = self.lists_commands
-        return Told(self.instructions, self.instructions == INSTRUCTIONS if lists is None else lists)
+        return ExecutorInstructions(self.instructions, self.instructions == INSTRUCTIONS if lists is None else lists)

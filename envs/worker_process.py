@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from envs.base import EnvironmentFailure
 from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import Channel, FrameError
-from runtime.processes import ChildProcess, end_all, wait_for
+from runtime.processes import ChildProcess, terminate_all, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).resolve().with_name("worker.py")
@@ -113,12 +113,12 @@ class Worker:
         header: dict[str, Any] = {"beat": True}
         blobs: list[bytes] = []
         while "beat" in header:
-            silence = time.monotonic() + self.limits.silence_s if heard else deadline
+            silence = time.monotonic() + self.limits.unresponsive_s if heard else deadline
             try:
                 header, blobs = self._channel.receive(min(deadline, silence))
             except TimeoutError as error:
                 if time.monotonic() < deadline:
-                    what = f"gave no sign of life for {self.limits.silence_s:g} s"
+                    what = f"gave no sign of life for {self.limits.unresponsive_s:g} s"
                     raise self._failure("silent", what, name) from error
                 what, advice = f"timed out after {getattr(self.limits, f'{name}_s'):g} s", f"raise PoolLimits.{name}_s"
                 raise self._failure("timeout", what, name, f"{advice} if it is only slow") from error
@@ -151,7 +151,7 @@ class Worker:
     def _failure(self, name: str, what: str, call: str = "", advice: str = "") -> WorkerFailure:
         where = f" in {call}" if call else ""
         said = f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}"
-        return WorkerFailure(name, said + self.child.last_words())
+        return WorkerFailure(name, said + self.child.output_suffix())
 
     def _exit(self) -> str:
         """Describe how the process ended. Its socket closes slightly earlier."""
@@ -176,6 +176,6 @@ def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
         for worker in everyone:
             worker.ask_to_close()
         wait_for(children, patience_s)
-    end_all(children, GRACE_S)
+    terminate_all(children, GRACE_S)
     for worker in everyone:
         worker.hang_up()

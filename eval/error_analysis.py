@@ -25,7 +25,7 @@ from typing import Any
 from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal
 from agent.records import Episode, StepRecord, refused
-from envs.household.trajectories import subgoals, taken
+from envs.household.command_reader import first_taken, subgoals
 from runtime.errors import StopReason, is_failure
 
 LOOP = 3
@@ -139,7 +139,7 @@ def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[st
 def chance(specs: Iterable[EpisodeSpec]) -> float:
     """Return the look-up accuracy of a random choice among the retrieved entries."""
     shares = [
-        sum(fact[1] == truth for e in spec.memory if (fact := taken(e.provenance.actions))) / len(spec.memory)
+        sum(fact[1] == truth for e in spec.memory if (fact := first_taken(e.provenance.actions))) / len(spec.memory)
         for spec in specs
         if (truth := _right_place(spec))
     ]
@@ -149,7 +149,7 @@ def chance(specs: Iterable[EpisodeSpec]) -> float:
 def _right_place(spec: EpisodeSpec) -> str | None:
     """Return the place of the goal's object in the right entry; None if there is none."""
     entry = entry_for_goal(spec.goal, spec.memory)
-    fact = taken(entry.provenance.actions) if entry else None
+    fact = first_taken(entry.provenance.actions) if entry else None
     return fact[1] if fact else None
 
 

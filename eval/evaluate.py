@@ -2,7 +2,7 @@
 
     OUT/                        one cell
       episodes.jsonl            every episode, written when it ends
-      results.json              written when all episodes are there; docs/results-format.md
+      results.json              written when all episodes are there; docs/guides/results-format.md
       report.html
     OUT/                        a matrix
       cells/NAME/               each cell as above; cells share their banks (`data_gen.experience`)
@@ -28,9 +28,9 @@ from compiler import checkpoint
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
-from data_gen.experience import bank_facts, filled_bank
+from data_gen.experience import bank_facts, open_experience_bank
 from data_gen.leakage import record_evaluation
-from data_gen.tasks import chosen_tasks
+from data_gen.tasks import select_tasks
 from envs.base import TaskSequence
 from envs.registry import environment_version, evaluation_split
 from eval.error_analysis import chance, lookup
@@ -44,9 +44,9 @@ from eval.report import write_run_report
 from eval.rollouts import Evaluation, EvalWorker, Job, models_on_ray, play_on_ray, specs_of
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.table import print_results
-from lm.device import placed
+from lm.device import describe_placement
 from memory.protocol import MemorySystem
-from runtime.attempts import broken_line
+from runtime.attempts import failure_summary
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
 from runtime.errors import is_failure
 from runtime.store import read_json
@@ -126,9 +126,9 @@ def _choose_tasks(config: EvalConfig, models: ModelCache, out: Path, shared: Pat
     split = config.split or evaluation_split(config.env)
     filled = config.memory.protocol == "frozen" or config.memory.warm_start
     sequences = envs.sequences(split)[: config.limit] if config.memory.living else []
-    tasks, experience = chosen_tasks(config, envs, split, filled)
+    tasks, experience = select_tasks(config, envs, split, filled)
     tasks = [task for sequence in sequences for task in sequence.tasks] or order_tasks(tasks, config)
-    memory = filled_bank(config, envs, experience, out, shared)
+    memory = open_experience_bank(config, envs, experience, out, shared)
     return CellTasks(*specs_of(config, tasks, memory, config.deliveries), memory, sequences)
 
 
@@ -148,7 +148,7 @@ def _evaluate(
         evaluation = Evaluation.of(config, models, specs=chosen.specs, top_specs=chosen.top_specs, title=cell.name)
         compiler, executor = evaluation.compiler, evaluation.executor
         model_facts = identity_of_models(config, executor, compiler, evaluation.gate)
-        devices = {"devices": placed(compiler=compiler, executor=executor)}
+        devices = {"devices": describe_placement(compiler=compiler, executor=executor)}
         play = lambda: _play_here(config, evaluation, chosen=chosen, out=run.path, record=record)
     depends_on = identity(config, chosen.specs, model_facts)
     memory_facts, split = bank_facts(config, memory), config.split or evaluation_split(config.env)
@@ -208,7 +208,7 @@ def _check_any_worked(config: EvalConfig, run: RunFolder, episodes: Episodes) ->
     played = [episode for of in episodes.values() for episode in of]
     if all(is_failure(episode.stop_reason) for episode in played):
         outcomes = [(f"{e.task_id} under {e.delivery}", e.failure, e.broken) for e in played]
-        broke = broken_line(outcomes, config.episode_attempts, "episode_attempts")
+        broke = failure_summary(outcomes, config.episode_attempts, "episode_attempts")
         raise ValueError(f"no results for {run.path}: {broke}")
 
 

@@ -18,20 +18,20 @@ from agent.deliveries import Delivery, find
 from agent.episode import EpisodeSpec, run_sequences
 from agent.records import Episode
 from configs.evaluation import EvalConfig
-from data_gen.experience import kept_views, traces_of
-from data_gen.memories import grown_from
+from data_gen.experience import episode_traces, view_selection
+from data_gen.memory_factory import open_memory_from
 from envs.base import Environment, Task, TaskSequence
-from envs.household.telling import room
+from envs.household.observation_parser import parse_room
 from eval.intervals import Interval, bootstrap_ratio, wilson
 from eval.metrics import grouped, succeeded
 from eval.rollouts import k_of, limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
 from memory.karma.settings import KarmaSettings
-from memory.karma.system import Home
-from memory.karma.units import Unit
-from memory.protocol import Lasting, Life, MemorySystem, ObjectLife, Query, life_in
-from memory.registry import Tools
+from memory.karma.system import HomeMemory
+from memory.karma.units import ObjectUnit
+from memory.protocol import MemorySystem, ObjectLife, Query, SupportsWorldSessions, WorldSession, open_world_session
+from memory.registry import MemoryTools
 from runtime.progress import progress
 
 FOLDER, ALL = "worlds", "all"
@@ -63,31 +63,31 @@ class LivingEvaluation:
         self.record.keep(lambda key: key[0] != name or key[1] not in again)
         lives = {sequence.id: self._life(number, sequence) for number, sequence in left}
         of_task = {task.id: lives[sequence.id] for _, sequence in left for task in sequence.tasks}
-        total, views = sum(len(sequence.tasks) for sequence in self.sequences), kept_views(self.config)
+        total, views = sum(len(sequence.tasks) for sequence in self.sequences), view_selection(self.config)
         with progress(f"living {name}", total, total - len(again)) as advance:
 
             def on_episode(episode: Episode) -> None:
                 self.record.append(episode)
                 advance(episode)
                 if (life := of_task[episode.task_id]) is not None:
-                    for [trace] in traces_of([episode], views):
+                    for [trace] in episode_traces([episode], views):
                         life.end(trace)
 
             specs = [[self._spec(task, lives[s.id]) for task in s.tasks] for _, s in left]
             limits, concurrency = limits_of(self.config), self.config.concurrency
             run_sequences(make_env, specs, self.delivery, executor, limits, concurrency, on_episode)
 
-    def _life(self, number: int, sequence: TaskSequence) -> Life | None:
+    def _life(self, number: int, sequence: TaskSequence) -> WorldSession | None:
         if not find(self.delivery.name).recalls:
             return None
-        if isinstance(self.initial, Lasting):
-            return life_in(sequence, self.initial)
+        if isinstance(self.initial, SupportsWorldSessions):
+            return open_world_session(sequence, self.initial)
         folder = self.out / FOLDER / self.delivery.name / str(number)
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted sequence
-        memory, _ = grown_from(self.config.memory, folder, self.initial)
-        return life_in(sequence, memory)
+        memory, _ = open_memory_from(self.config.memory, folder, self.initial)
+        return open_world_session(sequence, memory)
 
-    def _spec(self, task: Task, life: Life | None) -> EpisodeSpec:
+    def _spec(self, task: Task, life: WorldSession | None) -> EpisodeSpec:
         if life is None:
             return EpisodeSpec(task)
         query = Query(task, k_of(self.config, self.delivery.name))
@@ -116,8 +116,10 @@ def sub_tasks_of(
     sequence: TaskSequence, episodes: Sequence[Episode], memory: MemorySystem | None, max_steps: int
 ) -> list[SubTask]:
     """Return the outcome of each task of a sequence. `memory`: what the delivery recalled from; None if it did not."""
-    life = memory.life(sequence) if isinstance(memory, Lasting) else None
-    oracle = Home(sequence.id, sequence.scene, _ORACLE, Tools(), sequence.plan)  # knows the current state of everything
+    life = memory.life(sequence) if isinstance(memory, SupportsWorldSessions) else None
+    oracle = HomeMemory(
+        sequence.id, sequence.scene, _ORACLE, MemoryTools(), sequence.plan
+    )  # knows the current state of everything
     earlier, outcomes = set[str](), list[SubTask]()
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")
@@ -128,7 +130,7 @@ def sub_tasks_of(
             else {}
         )
         for step in episode.steps:
-            oracle.observe(step.told(), task)
+            oracle.observe(step.to_memory_record(), task)
         outcomes.append(SubTask(*_effort(episode, max_steps), needed=needed, first=thing not in earlier, **found))
         earlier.add(thing)
     return outcomes
@@ -139,23 +141,23 @@ def _effort(episode: Episode, max_steps: int) -> tuple[bool, int, int | None]:
     solved = succeeded(episode)
     reports = any(step.executor_text.partition(":")[0].endswith(")") for step in episode.steps)
     explored = sum(s.executor_text.startswith("Explore(") and s.action.startswith("go to ") for s in episode.steps)
-    places = len(room(episode.steps[0].observation)) if episode.steps else 0
+    places = len(parse_room(episode.steps[0].observation)) if episode.steps else 0
     stops = explored if solved else max(explored, places)
     return solved, len(episode.steps) if solved else max_steps, stops if reports or not episode.steps else None
 
 
-def _memory_metrics(life: ObjectLife, task: Task, thing: str, episode: Episode, oracle: Home) -> dict[str, Any]:
+def _memory_metrics(life: ObjectLife, task: Task, thing: str, episode: Episode, oracle: HomeMemory) -> dict[str, Any]:
     """Replay a task through memory; return what it held and recalled of the task's object."""
     units = life.units
     session = life.session(Query(task))
-    recalled = list[Unit]()
+    recalled = list[ObjectUnit]()
     for t, step in enumerate(episode.steps):
         entries = session.recall(step.observation).entries
         if t == 0:
             ids = {life.unit_of(entry.id) for entry in entries}
             recalled = [unit for unit in units if unit.id in ids and unit.type == thing]
-        session.observe(step.told())
-    for [trace] in traces_of([episode]):
+        session.observe(step.to_memory_record())
+    for [trace] in episode_traces([episode]):
         life.end(trace)
     return {
         "recalled": any(_is_correct(unit, oracle) for unit in recalled) if life.shows_units else None,
@@ -164,7 +166,7 @@ def _memory_metrics(life: ObjectLife, task: Task, thing: str, episode: Episode, 
     }
 
 
-def _is_correct(unit: Unit, oracle: Home) -> bool:
+def _is_correct(unit: ObjectUnit, oracle: HomeMemory) -> bool:
     known = oracle.short.get(unit.id)
     return known is not None and known.place == unit.place and set(unit.states) <= set(known.states)
 

@@ -101,11 +101,11 @@ def check_deliveries(config: EvalConfig) -> None:
             spec = find(name)
         except ValueError as error:
             raise ConfigError(f"deliveries: {error}") from None
-        if not spec.played:
+        if not spec.playable:
             raise ConfigError(f"deliveries: {name} exists in results only and cannot be played")
         if config.memory.protocol != "frozen" and spec.interdependent:
             raise ConfigError(f"deliveries: {name} needs episodes side by side, which memory.protocol=frozen plays")
-        if spec.where_unsure and not config.executor.reports_confidence:
+        if spec.low_confidence_only and not config.executor.reports_confidence:
             raise ConfigError(f"deliveries: {name} needs an executor that reports its confidence: executor.mode=choice")
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} needs the environment's expert, and {config.env.name} has none")

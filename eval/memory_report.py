@@ -14,12 +14,12 @@ from rich.text import Text
 
 from agent.records import Episode
 from configs.collect import MemoryConfig
-from data_gen.memories import open_memory, system_of
+from data_gen.memory_factory import open_memory, stored_system
 from eval.metrics import succeeded
 from eval.plots import ACCENT, GRID, INK, MUTED, figure_of, plain, save_figure, titled
 from eval.runs import load_run
 from eval.table import percent
-from memory.protocol import Graph, MemorySystem, Table, Telling
+from memory.protocol import DisplaysContents, Graph, MemorySystem, Table
 from memory.registry import DEFAULT
 
 ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
@@ -32,7 +32,7 @@ def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
         BankError: there is no memory.
         FileNotFoundError, ValueError: `run` is incomplete.
     """
-    memory, console = open_memory(MemoryConfig(system=system_of(bank) or DEFAULT, bank=str(bank)), bank), Console()
+    memory, console = open_memory(MemoryConfig(system=stored_system(bank) or DEFAULT, bank=str(bank)), bank), Console()
     tables = tables_of(memory)
     if run is not None:
         tables.append(recalled_in(load_run(run)[1](False), memory))
@@ -61,13 +61,13 @@ def tables_of(memory: MemorySystem) -> list[Table]:
         ("entries", str(len(entries))),
         ("scenes", str(scenes)),
     )
-    own = memory.tables() if isinstance(memory, Telling) else []
+    own = memory.tables() if isinstance(memory, DisplaysContents) else []
     return [Table("memory", ("", ""), facts), Table("entries", ("source", "kind", "n"), rows), *own]
 
 
 def drawn(memory: MemorySystem, folder: Path) -> list[Path]:
     """Draw the graphs of a memory's system, one PNG each."""
-    graphs = memory.graphs() if isinstance(memory, Telling) else []
+    graphs = memory.graphs() if isinstance(memory, DisplaysContents) else []
     return [draw(graph, folder / f"graph-{number}.png") for number, graph in enumerate(graphs)]
 
 

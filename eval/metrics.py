@@ -21,7 +21,7 @@ from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
 from eval.error_analysis import analyse
 from eval.intervals import Interval, PairedDifference, bootstrap_mean, paired, wilson
-from runtime.attempts import broken_facts
+from runtime.attempts import failure_counts
 from runtime.errors import StopReason, is_failure
 
 EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
@@ -62,7 +62,7 @@ def succeeded(episode: Episode, within: float = inf) -> bool:
 
 
 def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[str, Any]:
-    """Summarise the episodes of a delivery, ready for JSON (docs/results-format.md describes each key).
+    """Summarise the episodes of a delivery, ready for JSON (docs/guides/results-format.md describes each key).
 
     Tokens are prompt + generated. Rates and times per step are over all steps of all episodes; shares are over the
     steps to which they apply (with an emission, with a grounded action). Without emissions `emission_mix` is {} and
@@ -102,7 +102,7 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
         "planner_steps": fmean(sum(bool(step.grounding) for step in episode.steps) for episode in episodes),
         "environment_steps": fmean(sum("environment" in s.seconds for s in episode.steps) for episode in episodes),
         "errors": analyse(episodes),
-        "broken": broken_facts([(e.task_id, e.failure, e.broken) for e in episodes]),
+        "broken": failure_counts([(e.task_id, e.failure, e.broken) for e in episodes]),
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "by_family": {
             family: _reached(members, budgets) for family, members in _groups(episodes, lambda e: e.family).items()

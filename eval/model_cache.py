@@ -11,12 +11,12 @@ from typing import Any
 
 from agent.deliveries import find
 from compiler import checkpoint
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, warn_about_executor_inputs
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
-from envs.registry import Environments, compiler_told, executor_told
+from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
 from executor.build import load_executor
-from runtime.worker_pool import Crew, ray_crew
+from runtime.worker_pool import WorkerPool, ray_worker_pool
 
 log = logging.getLogger("memcompiler.eval")
 
@@ -30,7 +30,7 @@ class ModelCache:
         self._workers = ExitStack()
 
     @classmethod
-    def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
+    def preloaded(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
         """Create a cache that holds models which are loaded already."""
         models = cls()
         models._cached = {"executor": (_executor_key(config), executor), "compiler": (_compiler_key(config), compiler)}
@@ -44,7 +44,7 @@ class ModelCache:
         self._workers.close()
 
     def executor(self, config: EvalConfig) -> Any:
-        instructions = executor_told(config.env)
+        instructions = executor_instructions_for(config.env)
         return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, instructions))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
@@ -56,16 +56,18 @@ class ModelCache:
     def environments(self, config: EvalConfig) -> Environments:
         return self._get("environments", config.env, lambda: Environments(config.env))
 
-    def workers(self, config: EvalConfig, worker: type) -> Crew:
+    def workers(self, config: EvalConfig, worker: type) -> WorkerPool:
         """Return Ray workers of a class; each loads its own models."""
-        return self._get("workers", config.ray, lambda: self._workers.enter_context(ray_crew(config.ray, worker)))
+        return self._get(
+            "workers", config.ray, lambda: self._workers.enter_context(ray_worker_pool(config.ray, worker))
+        )
 
     def _load_compiler(self, config: EvalConfig) -> Compiler:
         """Load the compiler; warn if it was trained for an executor that reads other parts of a compilation."""
         if config.compiler.engine == "http":
             remote = load_remote_compiler(config.compiler, config.seed)
             trained = remote.about()
-            report_reading(trained.get("executor_reads"), config.executor, str(config.compiler.url))
+            warn_about_executor_inputs(trained.get("executor_reads"), config.executor, str(config.compiler.url))
             if (served := trained.get("environment")) != config.env.name:
                 log.warning(
                     "the service at %s has the instructions of %s, this run plays %s: serve with env=%s",
@@ -75,8 +77,11 @@ class ModelCache:
                     config.env.name,
                 )
             return remote
-        folder, instructions = checkpoint.find(Path(str(config.compiler.checkpoint))), compiler_told(config.env)
-        report_reading(checkpoint.executor_reading(folder), config.executor, str(folder))
+        folder, instructions = (
+            checkpoint.find(Path(str(config.compiler.checkpoint))),
+            compiler_instructions_for(config.env),
+        )
+        warn_about_executor_inputs(checkpoint.executor_inputs(folder), config.executor, str(folder))
         if config.compiler.engine == "hf":
             return load_compiler(config.compiler, self.executor(config), config.seed, instructions)
         return load_served_compiler(config.compiler, config.seed, instructions)
@@ -100,12 +105,12 @@ class ModelCache:
 
 
 def _executor_key(config: EvalConfig) -> object:
-    return config.executor, executor_told(config.env)
+    return config.executor, executor_instructions_for(config.env)
 
 
 def _compiler_key(config: EvalConfig) -> object:
     seed = config.seed if config.compiler.temperature else 0
-    return config.compiler, config.executor, seed, compiler_told(config.env)
+    return config.compiler, config.executor, seed, compiler_instructions_for(config.env)
 
 
 def needs_checkpoint(config: EvalConfig) -> list[str]:

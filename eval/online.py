@@ -20,10 +20,10 @@ from typing import Any
 from agent.deliveries import Delivery
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
-from data_gen.experience import Views, kept_views, traces_of
-from data_gen.memories import grown_from, renew_memory
+from data_gen.experience import ViewSelection, episode_traces, view_selection
+from data_gen.memory_factory import clear_memory, open_memory_from
 from data_gen.rounds import play_round
-from data_gen.tasks import specs_for
+from data_gen.tasks import episode_specs
 from envs.base import Environment, Task
 from eval.intervals import wilson
 from eval.metrics import ROLES, succeeded, usage
@@ -64,11 +64,11 @@ class OnlineEvaluation:
     ) -> None:
         self.tasks, self.delivery, self.record = tasks, delivery, record
         self.k, self.limits, self.size = k_of(config, delivery.name), limits_of(config), config.memory.round
-        self.views: Views = kept_views(config)
+        self.views: ViewSelection = view_selection(config)
         self._finished = set(record.played().get(delivery.name, ()))
         if any(name == delivery.name for name, _ in record.due):  # later episodes learned without these
-            renew_memory(out / FOLDER / delivery.name)
-        self.memory, self._initial = grown_from(config.memory, out / FOLDER / delivery.name, initial)
+            clear_memory(out / FOLDER / delivery.name)
+        self.memory, self._initial = open_memory_from(config.memory, out / FOLDER / delivery.name, initial)
 
     def play(self, make_env: Callable[[], Environment], executor: Executor) -> None:
         """Play the rest of the stream.
@@ -79,12 +79,12 @@ class OnlineEvaluation:
         done = self._restore()
         with progress(f"online {self.delivery.name}", len(self.tasks), done) as advance:
             for start in range(done, len(self.tasks), self.size):
-                specs = specs_for(self.tasks[start : start + self.size], self.memory, self.k)
+                specs = episode_specs(self.tasks[start : start + self.size], self.memory, self.k)
                 played = play_round(make_env, specs, self.delivery, executor, self.limits, self.size)
                 for episode in played:
                     self.record.append(episode)
                     advance(episode)
-                self.memory.commit(traces_of(played, self.views))
+                self.memory.commit(episode_traces(played, self.views))
 
     def _restore(self) -> int:
         """Return the number of finished tasks: whole rounds, up to the first task to play again. Drops later episodes
@@ -97,7 +97,7 @@ class OnlineEvaluation:
         self.record.keep(lambda key: key[0] != own or key[1] in finished)
         recorded = read_episodes(self.record.lines.path) if finished else ()
         played = [episode for episode in recorded if episode.delivery == own and episode.task_id in finished]
-        rounds = [traces_of(played[start : start + self.size], self.views) for start in range(0, done, self.size)]
+        rounds = [episode_traces(played[start : start + self.size], self.views) for start in range(0, done, self.size)]
         for traces in rounds:
             self.memory.commit(traces)
         expected, held = self._initial + sum(map(len, rounds)), self.memory.origins().total()

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.metrics import display_name, grouped, groups_of, is_control, ordered, split_name, success_curve
-from runtime.told import parse_json
+from runtime.parsing import parse_json
 
 SFT_PANELS: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's Eq. 9
     "loss": "total loss",

@@ -17,7 +17,7 @@ from agent.records import SOFT_MARK
 from compiler import checkpoint
 from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
-from compiler.gate import Need
+from compiler.gate import CompileGate
 from compiler.prompt import compiler_parts
 from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig
@@ -44,7 +44,7 @@ def identity(config: EvalConfig, specs: Sequence[EpisodeSpec], models: Mapping[s
 
 
 def identity_of_models(
-    config: EvalConfig, executor: Any, compiler: Compiler | None, gate: Need | None = None
+    config: EvalConfig, executor: Any, compiler: Compiler | None, gate: CompileGate | None = None
 ) -> dict[str, Any]:
     """Hash weights and prompts, and the compile gate if a delivery uses one."""
     compiler_hash = None
@@ -55,7 +55,7 @@ def identity_of_models(
     return {
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
-        **({} if gate is None else {"need_sha256": gate.sha256}),
+        **({} if gate is None else {"gate_sha256": gate.sha256}),
         "prompts": prompt_hashes(executor, compiler),
     }
 

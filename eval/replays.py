@@ -22,7 +22,7 @@ PICTURE_PIXELS = 256  # maximum side of a picture
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Limits of a page: number of replayed tasks and bytes. `only`: ids of the tasks to replay instead."""
+    """Bounds of a page: number of replayed tasks and bytes. `only`: ids of the tasks to replay instead."""
 
     tasks: int = 12
     only: tuple[str, ...] = ()

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from agent.deliveries import Delivery, find
-from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, lost_episode, run_episodes
 from agent.records import Episode
-from compiler.gate import Need, need_for
+from compiler.gate import CompileGate, gate_for
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
-from data_gen.memories import open_memory
-from data_gen.tasks import specs_for
+from data_gen.memory_factory import open_memory
+from data_gen.tasks import episode_specs
 from envs.base import Environment, Task
-from envs.registry import reader_of
-from envs.trajectories import TrajectoryReader
+from envs.command_reader import CommandReader
+from envs.registry import command_reader_for
 from eval.model_cache import ModelCache
 from eval.provenance import identity_of_models
 from eval.runs import EpisodeRecord, to_line
@@ -26,17 +26,17 @@ from executor.records import Executor
 from memory.protocol import MemorySystem
 from runtime.progress import progress
 from runtime.store import to_json
-from runtime.worker_pool import Crew, Line, Unit, units_of
+from runtime.worker_pool import ResultLine, WorkerPool, WorkUnit, split_into_units
 
 
-def limits_of(config: EvalConfig) -> Limits:
-    return Limits(config.max_steps, config.seed, config.sure)
+def limits_of(config: EvalConfig) -> EpisodeLimits:
+    return EpisodeLimits(config.max_steps, config.seed, config.min_confidence)
 
 
-def gate_of(config: EvalConfig) -> Need | None:
+def gate_of(config: EvalConfig) -> CompileGate | None:
     """Load the compile gate beside the checkpoint if a delivery uses it. Raises: CheckpointError, if there is none."""
-    return need_for(
-        [name for name in config.deliveries if find(name).where_needed], config.compiler.checkpoint, config.needed
+    return gate_for(
+        [name for name in config.deliveries if find(name).gated], config.compiler.checkpoint, config.gate_threshold
     )
 
 
@@ -56,12 +56,12 @@ class Evaluation:
     specs: Sequence[EpisodeSpec]
     executor: Executor
     compiler: Compiler | None
-    limits: Limits
+    limits: EpisodeLimits
     concurrency: int = 64
     top_specs: Sequence[EpisodeSpec] = ()
     title: str = ""
-    reader: TrajectoryReader | None = None
-    gate: Need | None = None
+    reader: CommandReader | None = None
+    gate: CompileGate | None = None
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class Evaluation:
             concurrency=config.concurrency,
             top_specs=top_specs,
             title=title,
-            reader=reader_of(config.env),
+            reader=command_reader_for(config.env),
             gate=gate_of(config),
         )
 
@@ -108,7 +108,7 @@ class Evaluation:
 
     def delivery(self, name: str) -> Delivery:
         """Create a delivery. Raises: ValueError, as `DeliverySpec.make`."""
-        return find(name).make(self.compiler, self.limits.seed, self.reader, self.gate)
+        return find(name).create(self.compiler, self.limits.seed, self.reader, self.gate)
 
     def _specs_of(self, name: str) -> Sequence[EpisodeSpec]:
         """Return the tasks with the entries that a delivery starts from."""
@@ -128,8 +128,8 @@ def specs_of(
 ) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
     """Retrieve the entries of each task; and the best entry only, if one of the deliveries uses it."""
     top = next((name for name in deliveries if find(name).memory == "top"), None)
-    top_specs = specs_for(tasks, memory, k_of(config, top)) if top else []
-    return specs_for(tasks, memory, config.memory.k), top_specs
+    top_specs = episode_specs(tasks, memory, k_of(config, top)) if top else []
+    return episode_specs(tasks, memory, config.memory.k), top_specs
 
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class EvalWorker:
         self._models = ModelCache()
         self._memory: tuple[object, MemorySystem] | None = None
 
-    def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
-        job: Job = unit.what
+    def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
+        job: Job = unit.context
         config, models = job.config, self._models
         if not job.delivery:
             executor, compiler = models.executor(config), models.compiler(config)
@@ -175,29 +175,29 @@ class EvalWorker:
         return self._memory[1]
 
 
-def models_on_ray(workers: Crew, job: Job) -> dict[str, Any]:
+def models_on_ray(workers: WorkerPool, job: Job) -> dict[str, Any]:
     """Have a worker describe its weights and prompts (`identity_of_models`)."""
-    return json.loads(workers.ask(job))
+    return json.loads(workers.run_one(job))
 
 
-def play_on_ray(workers: Crew, job: Job, tasks: Sequence[Task], record: EpisodeRecord) -> None:
+def play_on_ray(workers: WorkerPool, job: Job, tasks: Sequence[Task], record: EpisodeRecord) -> None:
     """Play what the record does not hold, all deliveries at once; record each episode when it ends."""
-    played, units = record.played(), list[Unit]()
+    played, units = record.played(), list[WorkUnit]()
     for name in job.config.deliveries:
         of_delivery, done = replace(job, delivery=name), set(played.get(name, ()))
         left = {of_delivery.key(task.id): task for task in tasks if task.id not in done}
         # one worker plays all episodes of a delivery whose episodes depend on each other
-        size = len(tasks) if find(name).interdependent else job.config.ray.unit or job.config.concurrency
-        units += units_of(of_delivery, left, size)
+        size = len(tasks) if find(name).interdependent else job.config.ray.batch_size or job.config.concurrency
+        units += split_into_units(of_delivery, left, size)
     total, left = len(tasks) * len(job.config.deliveries), sum(len(unit.items) for unit in units)
     with progress(" ".join(job.cell.values()) or "episodes", total, total - left) as advance:
 
-        def on_lines(lines: Sequence[Line]) -> None:
+        def on_lines(lines: Sequence[ResultLine]) -> None:
             record.add((_split_key(key), line) for key, line in lines)
             for key, _ in lines:
                 advance(key)
 
-        workers.play(units, on_lines, _lost)
+        workers.run(units, on_lines, _lost)
 
 
 def _lost(job: Job, key: str, task: Task, why: str) -> str:

@@ -12,16 +12,16 @@ from typing import Any
 from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
 from eval.table import to_markdown
-from runtime.attempts import ATTEMPTS, Attempts
+from runtime.attempts import ATTEMPTS, RetriedResults
+from runtime.parsing import parse_json
 from runtime.store import JsonLines, RecordError, to_json
-from runtime.told import parse_json
 
 EPISODES, RESULTS = "episodes.jsonl", "results.json"
 Key = tuple[str, str]  # delivery, task
 EpisodeSource = Callable[[bool], Iterable[Episode]]  # reads episodes anew; the argument: with pictures?
 
 
-class EpisodeRecord(Attempts[Key]):
+class EpisodeRecord(RetriedResults[Key]):
     """Record of an evaluation's episodes by delivery and task; every line names its `cell` of a matrix. An episode
     whose line is torn is played again, and one that failed for technical reasons up to `attempts` times."""
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.metrics import CLOCKS, ROLES, budgets_of, compared_pairs, display_name, groups_of, is_control, ordered
-from runtime.errors import FAILURES
+from runtime.errors import FAILURE_REASONS
 
 DASH = "–"
 WIDTH = 120  # characters of a table without a terminal
@@ -239,7 +239,7 @@ def _at_all_budgets(pair: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 def broken_episodes(summary: Mapping[str, Any]) -> str:
     """Format the technical failures of a delivery: `2 environment failure, 1 compiler failure`, or ""."""
     stops = summary["stop_reasons"]
-    return ", ".join(f"{stops[name]} {name.replace('_', ' ')}" for name in map(str, FAILURES) if stops.get(name))
+    return ", ".join(f"{stops[name]} {name.replace('_', ' ')}" for name in map(str, FAILURE_REASONS) if stops.get(name))
 
 
 def _tables(results: Mapping[str, Any], width: int) -> list[Table]:

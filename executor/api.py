@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.prompt import ExecutorRequest, executor_parts, instructed
-from executor.records import PAPER, Action, Reads, ground
-from lm.answers import Message
+from executor.prompt import ExecutorRequest, executor_parts, system_turn
+from executor.records import PAPER_VIEW, Action, ExecutorView, ground
 from lm.endpoint import Endpoint, user_message
+from lm.responses import Message
 from memory.trajectory import png_bytes
 
 
@@ -29,7 +29,7 @@ class ApiExecutor:
         instructions: str = "",
         max_new_tokens: int = 64,
         role: str = "executor",
-        reads: Reads = PAPER,
+        reads: ExecutorView = PAPER_VIEW,
     ) -> None:
         self.endpoint, self.instructions = endpoint, instructions
         self.max_new_tokens, self.role, self.reads = max_new_tokens, role, reads
@@ -53,6 +53,6 @@ class ApiExecutor:
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
         parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain)]
-        instructions = instructed(self.instructions, request, self.reads.commands)
+        instructions = system_turn(self.instructions, request, self.reads.commands)
         system = [{"role": "system", "content": instructions}] if instructions else []
         return [*system, user_message(*parts)]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from executor.prompt import ExecutorRequest, executor_parts, instructed
-from executor.records import PAPER, Action, Grounding, Reads, ground
+from executor.prompt import ExecutorRequest, executor_parts, system_turn
+from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
-from lm.replies import answer_text
+from lm.reply_cleaning import clean_reply
 
 
 class TokenExecutor:
@@ -42,7 +42,7 @@ class TokenExecutor:
         max_new_tokens: int = 64,
         images: bool = True,
         temperature: float = 0.0,
-        reads: Reads = PAPER,
+        reads: ExecutorView = PAPER_VIEW,
     ) -> None:
         self.encoder, self.tokenizer, self.instructions = encoder, encoder.tokenizer, instructions
         self.placeholder, self.end_id = encoder.memory_id, encoder.end_id
@@ -54,7 +54,7 @@ class TokenExecutor:
     def encode(self, request: ExecutorRequest) -> Prompt:
         """Encode a request, without its picture if the executor does not see."""
         shown = request if self.sees_images else replace(request, image=None)
-        instructions = instructed(self.instructions, request, self.reads.commands)
+        instructions = system_turn(self.instructions, request, self.reads.commands)
         prompt = self.encoder.encode(executor_parts(shown), instructions)
         soft = request.delivered.soft
         if prompt.ids.count(self.placeholder) != request.delivered.n_soft:  # ordinary text produces the token
@@ -127,7 +127,7 @@ class TokenExecutor:
             tokens_in=len(ids),
             tokens_out=written,
             chosen=at,
-            sure=sure,
+            confidence=sure,
             **drawn,
         )
 
@@ -136,7 +136,7 @@ class TokenExecutor:
     ) -> Action:
         written, cached = answer
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
-        text = answer_text(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = clean_reply(self.tokenizer.decode(ids, skip_special_tokens=True))
         return Action(
             *ground(text, candidates),
             text=text,

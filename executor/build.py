@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from configs.models import ExecutorConfig, model_path
-from envs.spec import Told
-from executor.records import Reads
-from runtime.progress import quiet
+from envs.spec import ExecutorInstructions
+from executor.records import ExecutorView
+from runtime.progress import disable_library_progress_bars
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
@@ -24,7 +24,7 @@ AnyExecutor: TypeAlias = (
 )
 
 
-def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None = None) -> AnyExecutor:
+def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cache: Path | None = None) -> AnyExecutor:
     """Load the executor on the engine of the settings.
 
     Args:
@@ -53,7 +53,7 @@ def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None 
         return ProgramExecutor(
             endpoint=endpoint,
             feedback=config.feedback,
-            homes=config.homes,
+            homes=config.placement_prior,
             likely=config.explore == "likely",
             reads=common["reads"],
         )
@@ -62,7 +62,7 @@ def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None 
     from lm.backbone import load_encoder
     from lm.device import dtype_of
 
-    quiet()
+    disable_library_progress_bars()
     name = model_path(config.model)
     if config.engine == "vllm":
         from huggingface_hub import snapshot_download
@@ -81,15 +81,17 @@ def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None 
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
-def load_frozen(config: ExecutorConfig, environment: Told, weights: Weights = "device") -> FrozenExecutor:
+def load_frozen(
+    config: ExecutorConfig, environment: ExecutorInstructions, weights: Weights = "device"
+) -> FrozenExecutor:
     """Load the executor in transformers, whatever `engine` says: training backpropagates through it. `weights`: their
     device."""
     from executor.hf import FrozenExecutor
-    from lm.backbone import backbone_of
+    from lm.backbone import load_configured_backbone
 
-    quiet()
+    disable_library_progress_bars()
     return FrozenExecutor(
-        backbone_of(config, weights=weights),
+        load_configured_backbone(config, weights=weights),
         "choice" if config.mode == "choice" else "generate",
         batch_size=config.batch_size,
         temperature=config.temperature,
@@ -97,20 +99,20 @@ def load_frozen(config: ExecutorConfig, environment: Told, weights: Weights = "d
     )
 
 
-def _common(config: ExecutorConfig, environment: Told) -> dict[str, Any]:
+def _common(config: ExecutorConfig, environment: ExecutorInstructions) -> dict[str, Any]:
     """Return the arguments that all backends with a language model take."""
     shown = environment.instructions if config.instructions == "full" else ""
     return {
         "instructions": shown,
         "max_new_tokens": config.max_new_tokens,
         "images": config.images,
-        "reads": reads_of(config, environment),
+        "reads": executor_view(config, environment),
     }
 
 
-def reads_of(config: ExecutorConfig, environment: Told) -> Reads:
+def executor_view(config: ExecutorConfig, environment: ExecutorInstructions) -> ExecutorView:
     """Return what the executor reads under these settings in this environment."""
-    return Reads(
+    return ExecutorView(
         state=config.reads_state,
         soft_on=config.soft_on,
         history=config.history,

@@ -33,7 +33,7 @@ from torch import Tensor
 from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Reads
+from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings, load_encoder
 from lm.endpoint import content_part
 from lm.prompt import Prompt
@@ -85,7 +85,7 @@ class RemoteExecutor(TokenExecutor):
         timeout: float = 120.0,
         parallel: int = 64,
         images: bool = True,
-        reads: Reads = PAPER,
+        reads: ExecutorView = PAPER_VIEW,
         revision: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class RemoteExecutor(TokenExecutor):
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
         """Split a prompt into pictures, text, soft tokens and text, in which one image token stands for a picture."""
         if prompt.images:
-            ids = self.encoder.folded(ids)
+            ids = self.encoder.collapse_placeholders(ids)
             yield from (content_part(png_bytes(image)) for image in prompt.images)
         if prompt.soft is None:
             yield content_part(self._text(ids))

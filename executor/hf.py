@@ -14,11 +14,11 @@ from torch import Tensor
 
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Reads
+from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone
 from lm.device import to_device
 from lm.prompt import Prompt
-from lm.vision import asked
+from lm.vision import parameter_names
 from soft_mem.projector import check_places, inject
 
 
@@ -35,9 +35,9 @@ class FrozenExecutor(TokenExecutor):
         batch_size: int = 64,
         images: bool = True,
         temperature: float = 0.0,
-        reads: Reads = PAPER,
+        reads: ExecutorView = PAPER_VIEW,
     ) -> None:
-        if mode == "generate" and "inputs_embeds" not in asked(backbone.model.prepare_inputs_for_generation):
+        if mode == "generate" and "inputs_embeds" not in parameter_names(backbone.model.prepare_inputs_for_generation):
             raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
         super().__init__(
             backbone,

@@ -16,19 +16,19 @@ from hashlib import blake2b
 from math import prod
 from typing import Any
 
+from envs.household.command_reader import PUT, TAKE
+from envs.household.observation_parser import kind
 from envs.household.placement_prior import carried, likelihood
-from envs.household.telling import kind
-from envs.household.trajectories import PUT, TAKE
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Grounding, Reads
+from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding
 from executor.scripted import CHARACTERS, GoalParts, kind_and_number
 from executor.skills import SKILLS, ProgramProgress, Skill, program_progress, read_program
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure
-from lm.ledger import EndpointStop
 from memory.karma.graph import SceneGraph, read_graph
-from memory.karma.units import HAND, Unit, read_unit
-from runtime.told import json_object, texts
+from memory.karma.units import HAND, ObjectUnit, read_unit
+from runtime.parsing import parse_json_object, strings_in
 
 _GO, STUCK = "go to ", "look"
 _VAGUE = re.compile(r"put the (hot|cool|clean|moved) ([a-z ]+) in ([a-z]+)")
@@ -87,17 +87,17 @@ class PlannerInput:
         )
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ObjectUnit]:
         """List the places of things in memory: its units, the last put or take of trajectories, and the citations of
         compiled guidance."""
-        found = list[Unit]()
+        found = list[ObjectUnit]()
         for line in self.memory.split("\n"):
             if unit := read_unit(line):
                 found.append(unit)
             elif " ; " in line:
                 found += _units_of(line.split(" ; "))
             elif said := _WAS.search(line):
-                found.append(Unit(said[1], said[2]))
+                found.append(ObjectUnit(said[1], said[2]))
         return found
 
 
@@ -105,12 +105,12 @@ def _puts(command: str, thing: str) -> bool:
     return PUT.fullmatch(command) is not None and command.split(" ", 1)[1].startswith(f"{thing} ")
 
 
-def _units_of(actions: Sequence[str]) -> list[Unit]:
+def _units_of(actions: Sequence[str]) -> list[ObjectUnit]:
     last = dict[str, str]()
     for action in actions:
         if m := PUT.fullmatch(action) or TAKE.fullmatch(action):
             last[" ".join(action.split()[1:3])] = m["place"]
-    return [Unit(thing, place) for thing, place in last.items()]
+    return [ObjectUnit(thing, place) for thing, place in last.items()]
 
 
 # -- planning by rule -------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def plan_by_rule(now: PlannerInput) -> SkillPlan:
     return SkillPlan(tuple(program))
 
 
-def _leg(unit: Unit | None, wanted: GoalParts, lamp: str) -> list[Skill]:
+def _leg(unit: ObjectUnit | None, wanted: GoalParts, lamp: str) -> list[Skill]:
     """Write the skills that fetch, treat and put one thing."""
     thing = unit.id if unit else wanted.thing
     known = unit is not None and unit.place != HAND
@@ -180,9 +180,9 @@ def plan_prompt(now: PlannerInput) -> list[dict[str, Any]]:
 
 def read_plan(answer: str) -> SkillPlan | None:
     """Parse a plan from a model's answer, fenced or not; None without a program."""
-    parsed = json_object(answer) or {}
-    program = read_program(texts(parsed.get("program")))
-    return SkillPlan(program, tuple(texts(parsed.get("areas")))) if program else None
+    parsed = parse_json_object(answer) or {}
+    program = read_program(strings_in(parsed.get("program")))
+    return SkillPlan(program, tuple(strings_in(parsed.get("areas")))) if program else None
 
 
 # -- execution --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class ProgramExecutor:
     homes: str = "household"
     likely: bool = False
     seed: int = 0
-    reads: Reads = PAPER
+    reads: ExecutorView = PAPER_VIEW
     batched: bool = True
     accepts_soft: bool = False
     sees_images: bool = False

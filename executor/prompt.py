@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lm.prompt import Part
-from runtime.told import without_newlines
+from lm.prompt import PromptPart
+from runtime.parsing import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PICTURE = "[picture]"  # stands for a picture in recorded prompts
-HISTORY = 20  # default number of actions in the prompt
+PICTURE_MARK = "[picture]"  # stands for a picture in recorded prompts
+DEFAULT_HISTORY = 20  # default number of actions in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class ExecutorRequest:
     observation: str
     admissible: tuple[str, ...] | None = None
     image: Image | None = None  # the current view, for executors that see
-    shown: int = HISTORY  # last actions in the prompt
+    max_history: int = DEFAULT_HISTORY  # last actions in the prompt
     first: str = ""  # the episode's first view, if the prompt repeats it
     goal_last: bool = False  # the goal ends the prompt instead of opening it
 
 
-def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
+def system_turn(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
     """Write the system turn: the instructions and, if `lists_commands`, the admissible commands."""
     if not (instructions and lists_commands and request.admissible):
         return instructions
@@ -69,10 +69,10 @@ def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
     """Write the user turn as text, with a `placeholder` for each soft token."""
     parts = executor_parts(request)
-    return "".join(PICTURE if part.image is not None else part.text + placeholder * part.soft for part in parts)
+    return "".join(PICTURE_MARK if part.image is not None else part.text + placeholder * part.soft for part in parts)
 
 
-def executor_parts(request: ExecutorRequest) -> list[Part]:
+def executor_parts(request: ExecutorRequest) -> list[PromptPart]:
     """Write the user turn as texts, places of soft tokens and a picture."""
     d = request.delivered
     goal = f"goal: {without_newlines(request.goal)}"
@@ -83,16 +83,16 @@ def executor_parts(request: ExecutorRequest) -> list[Part]:
         lines.append(d.state)
     if d.guidance:
         lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     if d.n_soft:
-        parts = [Part("\n".join([*lines, "soft: "])), Part(soft=d.n_soft)]
+        parts = [PromptPart("\n".join([*lines, "soft: "])), PromptPart(soft=d.n_soft)]
         lines = [""]
-    if did := request.history[max(0, len(request.history) - request.shown) :]:
+    if did := request.history[max(0, len(request.history) - request.max_history) :]:
         lines.append(f"did: {' ; '.join(map(without_newlines, did))}")
     see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
-        return [*parts, Part("\n".join([*lines, see]))]
-    return [*parts, Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
+        return [*parts, PromptPart("\n".join([*lines, see]))]
+    return [*parts, PromptPart("\n".join([*lines, "view: "])), PromptPart(image=request.image), PromptPart(f"\n{see}")]
 
 
 def memory_text(texts: Sequence[str]) -> str:

@@ -10,9 +10,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from compiler.records import SoftOn
-from executor.prompt import HISTORY, ExecutorRequest
-from lm.replies import marked
-from runtime.told import json_object
+from executor.prompt import DEFAULT_HISTORY, ExecutorRequest
+from lm.reply_cleaning import extract_labelled
+from runtime.parsing import parse_json_object
 
 if TYPE_CHECKING:
     from lm.prompt import Prompt
@@ -59,12 +59,12 @@ def ground(text: str, admissible: Sequence[str] | None) -> Match:
 
 def commanded(text: str) -> str:
     """Return the command in a free answer: `action` or `command` of its JSON, else the first line that a label or fence
-    marks (`lm.replies.marked`), else the first line."""
-    said = json_object(text) or {}
+    marks (`lm.reply_cleaning.marked`), else the first line."""
+    said = parse_json_object(text) or {}
     named = [said[name] for name in ("action", "command") if isinstance(said.get(name), str)]
     if named and said.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:
         return named[0].strip()
-    return _bare(next((line for line in marked(text).splitlines() if line.strip()), ""))
+    return _bare(next((line for line in extract_labelled(text).splitlines() if line.strip()), ""))
 
 
 def _bare(line: str) -> str:
@@ -91,25 +91,25 @@ class Action:
     # Of a choice by likelihood: the index among the admissible commands, and the probability of the likeliest one. Of a
     # sampled choice: also its prompt and log-probability (a greedy one holds neither pixels nor soft tokens).
     chosen: int | None = field(default=None, compare=False)
-    sure: float | None = field(default=None, compare=False)
+    confidence: float | None = field(default=None, compare=False)
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
     logprob: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class ExecutorView:
     """What an executor reads beside goal, view and guidance."""
 
     state: bool = False  # the Brief State
     soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION leave it without memory
-    history: int = HISTORY  # its last actions, at most so many
+    history: int = DEFAULT_HISTORY  # its last actions, at most so many
     first_view: bool = False  # the episode's first view at every step: it may list the places
     goal_last: bool = False  # the goal at the end of the prompt instead of its beginning
     commands: bool = False  # the admissible commands below the instructions (`envs.spec.EnvSpec.lists_commands`)
 
 
-PAPER = Reads()
-EVERYTHING = Reads(state=True, soft_on="always")
+PAPER_VIEW = ExecutorView()
+FULL_VIEW = ExecutorView(state=True, soft_on="always")
 
 
 class Executor(Protocol):
@@ -117,6 +117,6 @@ class Executor(Protocol):
 
     accepts_soft: bool  # False where only text can be delivered (closed models)
     sees_images: bool  # whether its prompt shows the current view
-    reads: Reads
+    reads: ExecutorView
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]: ...

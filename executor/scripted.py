@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.household.trajectories import PUT, SOUGHT, TAKE, USE
+from envs.household.command_reader import PUT, SOUGHT, TAKE, USE
 from envs.household.vocabulary import LAMP
 from executor.prompt import ExecutorRequest, executor_text
-from executor.records import PAPER, Action, Grounding, Reads
+from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding
 
 _PLACE, _GO = r"([a-z]+ \d+)", "go to "
 _AT = re.compile(rf"(?:arrive at|On the|open the|The|from the|to the|with the|using the) {_PLACE}\b")
@@ -67,7 +67,7 @@ class GoalParts:
 class ScriptedPlanner:
     """An `Executor` that plans by rule."""
 
-    reads: Reads = PAPER
+    reads: ExecutorView = PAPER_VIEW
     batched: bool = False
     accepts_soft: bool = False
     sees_images: bool = False

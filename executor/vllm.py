@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from executor.base import TokenExecutor
-from executor.records import PAPER, Reads
+from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import SETTINGS, check_read, request_of, run
+from lm.vllm import SETTINGS, check_prompt_ids, run_batch, vllm_request
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -58,7 +58,7 @@ class VllmExecutor(TokenExecutor):
         max_new_tokens: int = 64,
         images: bool = True,
         temperature: float = 0.0,
-        reads: Reads = PAPER,
+        reads: ExecutorView = PAPER_VIEW,
     ) -> None:
         super().__init__(
             encoder,
@@ -141,12 +141,12 @@ class VllmExecutor(TokenExecutor):
         """Write prompt and continuation for vLLM."""
         ids, config = (*prompt.ids, *then), self.llm.model_config
         if prompt.soft is None:
-            return _VllmRequest(ids, request_of(self.encoder, prompt, then))
+            return _VllmRequest(ids, vllm_request(self.encoder, prompt, then))
         if prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = prompt.soft.to("cpu", config.dtype)
         if prompt.images:  # vLLM expands the one place of each picture and of the soft tokens
-            folded = [*self.encoder.folded(prompt.ids, soft=True), *then]
+            folded = [*self.encoder.collapse_placeholders(prompt.ids, soft=True), *then]
             pictures = {"multi_modal_data": {"image": list(prompt.images)}}
             return _VllmRequest(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
         is_soft = torch.tensor(ids) == self.placeholder
@@ -158,10 +158,10 @@ class VllmExecutor(TokenExecutor):
 
     def _run(self, requests: Sequence[_VllmRequest], params: Sequence[Any]) -> list[RequestOutput]:
         sent = [dict(r.request) for r in requests]  # copies, since vLLM changes them
-        outputs = [output for output in run(self.llm, sent, params) if output is not None]
+        outputs = [output for output in run_batch(self.llm, sent, params) if output is not None]
         if any(SOFT_PARTS in request for request in sent):
             raise RuntimeError("this version of vLLM does not take soft tokens beside pictures: use 0.31")
-        check_read(outputs, [r.ids for r in requests])
+        check_prompt_ids(outputs, [r.ids for r in requests])
         return outputs
 
 

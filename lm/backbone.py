@@ -34,7 +34,7 @@ from configs.models import ModelSettings, model_path
 from lm.attention import padding, share_heads
 from lm.device import device_of, dtype_of, to_device
 from lm.prompt import Picture, Prompt, PromptEncoder
-from lm.vision import TOKEN_TYPE_INPUTS, asked, check_vision_model, concatenate_pictures, vision_parts
+from lm.vision import TOKEN_TYPE_INPUTS, check_vision_model, concatenate_pictures, parameter_names, vision_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Backbone(PromptEncoder):
         self._home = home
         if self.is_vlm:
             check_vision_model(type(model))
-            vision_parts(model)
+            vision_modules(model)
             if self.image_id != (expected := getattr(model.config, "image_token_id", None)):
                 raise ValueError(
                     f"{type(model).__name__} uses image token {expected}, but its processor {self.image_id}: use "
@@ -119,14 +119,14 @@ class Backbone(PromptEncoder):
             return False
         windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
         full = set(getattr(config, "layer_types", None) or windows) <= {"full_attention"}
-        takes_positions = "position_ids" in asked(self.body.forward) and not self._token_type_arguments
+        takes_positions = "position_ids" in parameter_names(self.body.forward) and not self._token_type_arguments
         return full and takes_positions and not getattr(self.model, "_is_stateful", False)
 
     @functools.cached_property
     def _token_type_arguments(self) -> list[str]:
         """Return the token-type arguments that the model's attention needs, as opposed to its rotary positions."""
         for_attention = self.is_vlm and not hasattr(self.body, "get_rope_index")
-        return [name for name in TOKEN_TYPE_INPUTS if for_attention and name in asked(self.body.forward)]
+        return [name for name in TOKEN_TYPE_INPUTS if for_attention and name in parameter_names(self.body.forward)]
 
     @property
     def body(self) -> Any:
@@ -163,7 +163,7 @@ class Backbone(PromptEncoder):
         padded = any(len(row.ids) < width for row in rows)
         return Batch(move(tokens), move(mask), move(positions), vision, padded)
 
-    def common(self, rows: Sequence[Prompt]) -> tuple[int, int]:
+    def common_prefix(self, rows: Sequence[Prompt]) -> tuple[int, int]:
         """Return the numbers of tokens and pictures of a common prefix that can be prefilled once for all rows.
 
         At least one token of each row remains. (0, 0) for a single row."""
@@ -229,7 +229,7 @@ class Backbone(PromptEncoder):
         """Let forward passes on a GPU use `batch.padded` instead of synchronising to read the mask."""
         return padding(batch.padded if self.device.type == "cuda" else None)
 
-    def recompute_layers(self) -> None:
+    def enable_gradient_checkpointing(self) -> None:
         """Enable gradient checkpointing, also in evaluation mode, where transformers silently ignores it.
 
         Raises: ValueError, if the model's layers do not support it."""
@@ -264,7 +264,7 @@ class Backbone(PromptEncoder):
             return plain.unsqueeze(0).expand(3, -1, -1)
         find = self.body.get_rope_index
         known = {"mm_token_type_ids": kinds, "attention_mask": mask, **pixels}
-        positions, _ = find(tokens, **{name: known[name] for name in asked(find) & known.keys()})
+        positions, _ = find(tokens, **{name: known[name] for name in parameter_names(find) & known.keys()})
         return positions
 
 
@@ -393,7 +393,9 @@ def _without_weights(kind: Any, name: str | Path, how: Mapping[str, Any]) -> Any
     return model.eval()
 
 
-def backbone_of(config: ModelSettings, folder: Path | None = None, weights: Weights = "device") -> Backbone:
+def load_configured_backbone(
+    config: ModelSettings, folder: Path | None = None, weights: Weights = "device"
+) -> Backbone:
     """Load the model of the settings, or the one in `folder` with these settings."""
     device = device_of(config.device)
     return load_backbone(

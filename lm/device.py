@@ -36,7 +36,7 @@ def dtype_of(name: str, device: str = "cuda") -> torch.dtype:
     return torch.bfloat16
 
 
-def placed(**models: Any) -> dict[str, dict[str, str]]:
+def describe_placement(**models: Any) -> dict[str, dict[str, str]]:
     """Return device and dtype of the models in this process by role, for a run's record."""
     held = {role: model.backbone for role, model in models.items() if hasattr(model, "backbone")}
     return {

@@ -2,10 +2,10 @@
 
 Faults are counted by kind. Transient faults are retried: `rate_limit` (429), `server_error` (5xx), `timeout`,
 `connection`, `not_json` (an invalid or truncated body), `no_choice` (JSON without an answer), `no_vectors` (not one
-vector per text). Permanent faults (`lm.answers.PERMANENT_FAULTS`) fail their request at once, and an equal request is
+vector per text). Permanent faults (`lm.responses.PERMANENT_FAULTS`) fail their request at once, and an equal request is
 not sent again. A wrong key or model, a spent budget, or several failures in a row for one cause stop the client.
 
-Answers and costs are cached in a file (`lm.ledger`): an equal request is paid once.
+Answers and costs are cached in a file (`lm.answer_cache`): an equal request is paid once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from urllib.request import getproxies
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
 from configs.models import EndpointConfig
-from lm.answers import Fault, Message, estimate, read_answer, read_vectors
-from lm.ledger import Answer, EndpointStop, Ledger, price
+from lm.answer_cache import Answer, AnswerCache, EndpointStop, price
+from lm.responses import Message, RequestFault, estimate_tokens, parse_answer, parse_vectors
 from runtime.http import MAX_WAIT_S, is_loopback, retry_after, retry_wait
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Endpoint:
         self.from_cache = 0  # number of cached answers used by this process
         self._key = _key(config.key_env)
         named = Path(config.cache) if config.cache else cache
-        self._ledger = Ledger(named, config.model)
+        self._ledger = AnswerCache(named, config.model)
         self._limiter = RateLimiter(config.rpm, config.tpm)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._failed = Counter[str]()  # failures since the last answer, by cause
@@ -107,7 +107,7 @@ class Endpoint:
             parameters["temperature"] = self.config.temperature
         body = _encodable({"model": self.config.model, "messages": list(messages), **parameters})
         key = _request_key([body, repeat])
-        expected = estimate(body["messages"]) + max_tokens
+        expected = estimate_tokens(body["messages"]) + max_tokens
         with self._running():
             if (known := self._ledger.answer(key)) is not None:
                 self.from_cache += 1
@@ -164,19 +164,19 @@ class Endpoint:
         """Send a request until an attempt succeeds. `estimate`: tokens of an attempt; `key`: the request's."""
         backoff_s, tries = self.config.backoff_s, self.config.retries + 1
         attempts = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, Fault) and not error.final),
+            retry=retry_if_exception(lambda error: isinstance(error, RequestFault) and not error.final),
             wait=retry_wait(wait_exponential(backoff_s, MAX_WAIT_S) + wait_random(0, backoff_s)),
             stop=stop_after_attempt(tries),
             reraise=True,
         )
         try:
             answer = await attempts(self._attempt, send, role, estimate)
-        except Fault as last:
+        except RequestFault as last:
             raise self._given_up(last, tries, key) from None
         self._failed.clear()
         return answer
 
-    def _given_up(self, last: Fault, tries: int, key: str) -> EndpointFailure | EndpointStop:
+    def _given_up(self, last: RequestFault, tries: int, key: str) -> EndpointFailure | EndpointStop:
         """Return the failure of a request, or EndpointStop after too many in a row of one cause."""
         why = str(last) if last.final else f"no usable answer in {tries} attempts, the last: {last}"
         why = self._scrubbed(why)
@@ -201,7 +201,7 @@ class Endpoint:
         await asyncio.sleep(self._limiter.delay(estimate))
         try:
             return await send()
-        except Fault as fault:
+        except RequestFault as fault:
             self._ledger.count(role, fault.kind, *fault.paid)
             self._limiter.hold(fault.wait_s)
             raise
@@ -211,7 +211,7 @@ class Endpoint:
         create = self._client.chat.completions.with_raw_response.create
         others = {name: value for name, value in body.items() if name not in ("model", "messages")}
         reply = await self._body(create(model=body["model"], messages=body["messages"], extra_body=others))
-        return read_answer(reply, body["messages"], self.config.length_key)
+        return parse_answer(reply, body["messages"], self.config.length_key)
 
     async def _vectors(self, texts: list[str], estimate: int) -> tuple[list[bytes], int]:
         """Send an embedding request; return vectors and input tokens. Raises: Fault, EndpointStop."""
@@ -219,7 +219,7 @@ class Endpoint:
         request = create(
             model=self.config.model, input=texts, encoding_format="float", extra_body=dict(self.config.extra)
         )
-        return read_vectors(await self._body(request), len(texts), estimate)
+        return parse_vectors(await self._body(request), len(texts), estimate)
 
     async def _body(self, request: Awaitable[Any]) -> str:
         """Await an HTTP request and return its body. Raises: Fault, EndpointStop."""
@@ -229,15 +229,17 @@ class Endpoint:
             async with asyncio.timeout(self.config.timeout_s):  # in all: a server may send bytes forever
                 raw = await request
         except (TimeoutError, openai.APITimeoutError):
-            raise Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
+            raise RequestFault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
             raise self._refusal(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            raise Fault("connection", f"{type(cause).__name__}: {cause}{_proxies(self.config.base_url)}") from None
+            raise RequestFault(
+                "connection", f"{type(cause).__name__}: {cause}{_proxies(self.config.base_url)}"
+            ) from None
         return raw.text
 
-    def _refusal(self, error: APIStatusError) -> Fault | EndpointStop:
+    def _refusal(self, error: APIStatusError) -> RequestFault | EndpointStop:
         status, detail = error.status_code, self._scrubbed(f"{error.status_code} {error.message[:300]}")
         settings = {"max_tokens": "length_key", "max_completion_tokens": "length_key", "temperature": "temperature"}
         settings |= dict.fromkeys(self.config.extra, "extra")
@@ -249,7 +251,7 @@ class Endpoint:
                 f"and the key in the environment variable {self.config.key_env}"
             )
         kind = RETRIED.get(status, "server_error" if status >= 500 else "refused")
-        return Fault(kind, detail, retry_after(error.response.headers.get("retry-after")))
+        return RequestFault(kind, detail, retry_after(error.response.headers.get("retry-after")))
 
     def _check_budget(self) -> None:
         limits = self.config

@@ -1,7 +1,7 @@
 """Encoding of chats into prompts: token ids with soft tokens and pictures.
 
 A prompt is tokenised once, here. Texts from memory and environment are data: they are concatenated, never used as
-templates, and special tokens that they spell are encoded as text (`lm.marks`).
+templates, and special tokens that they spell are encoded as text (`lm.special_tokens`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lm.marks import Marks, TextTokenizer
+from lm.special_tokens import SpecialTokens, TextTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +28,7 @@ TEXT_OUTPUTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A part of the user turn: text, an image, or `soft` positions of soft tokens."""
 
     text: str = ""
@@ -151,20 +151,25 @@ class PromptEncoder:
             if self.image_token is None or self.image_id is None:
                 raise ValueError(f"{type(processor).__name__} has no image token")
             self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
-        self.marks = Marks(self.tokenizer)
+        self.marks = SpecialTokens(self.tokenizer)
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer would break scoring.
         self.suppressed = sorted(special - {self.end_id})
 
-    def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
+    def encode(self, parts: Sequence[PromptPart], instructions: str = "") -> Prompt:
         """Encode a prompt up to the start of the model's answer, with special tokens in texts as text.
 
         Raises: ValueError, for images and a text model, or a chat template that drops content."""
         hide, placeholder = self.marks.hide, self.tokenizer.convert_ids_to_tokens(self.memory_id)
-        parts = merge([replace(part, text=hide(part.text) + placeholder * part.soft, soft=0) for part in merge(parts)])
+        parts = merge_text_parts(
+            [replace(part, text=hide(part.text) + placeholder * part.soft, soft=0) for part in merge_text_parts(parts)]
+        )
         instructions = hide(instructions)
         text = self.processor.apply_chat_template(
-            messages(parts, instructions, self.is_vlm), add_generation_prompt=True, tokenize=False, **self.arguments
+            chat_messages(parts, instructions, self.is_vlm),
+            add_generation_prompt=True,
+            tokenize=False,
+            **self.arguments,
         )
         images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
         if images and not self.is_vlm:
@@ -208,13 +213,13 @@ class PromptEncoder:
         """Encode a part of a rendered chat, with its special tokens."""
         return tuple(self.marks.encode(text))
 
-    def folded(self, ids: Sequence[int], soft: bool = False) -> list[int]:
+    def collapse_placeholders(self, ids: Sequence[int], soft: bool = False) -> list[int]:
         """Collapse each run of image tokens (with `soft`, also of memory tokens) to one: vLLM expands it itself."""
         wide = {self.image_id, *((self.memory_id,) if soft else ())}
         return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
-def messages(parts: Sequence[Part], instructions: str = "", typed: bool = False) -> list[dict[str, Any]]:
+def chat_messages(parts: Sequence[PromptPart], instructions: str = "", typed: bool = False) -> list[dict[str, Any]]:
     """Create messages for `apply_chat_template`, with plain text or, for images, a list of content parts.
 
     Args:
@@ -228,12 +233,12 @@ def messages(parts: Sequence[Part], instructions: str = "", typed: bool = False)
     return [*system, {"role": "user", "content": content}]
 
 
-def merge(parts: Sequence[Part]) -> list[Part]:
+def merge_text_parts(parts: Sequence[PromptPart]) -> list[PromptPart]:
     """Join neighbouring text parts."""
-    merged: list[Part] = []
+    merged: list[PromptPart] = []
     for part in parts:
         if merged and not any(p.image is not None or p.soft for p in (part, merged[-1])):
-            merged[-1] = Part(text=merged[-1].text + part.text)
+            merged[-1] = PromptPart(text=merged[-1].text + part.text)
         else:
             merged.append(part)
     return merged

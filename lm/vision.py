@@ -21,7 +21,7 @@ from lm.prompt import Picture
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # 1 at a picture's tokens, 0 elsewhere
 
 
-def asked(function: Any) -> set[str]:
+def parameter_names(function: Any) -> set[str]:
     """Return the names of a function's parameters."""
     return set(inspect.signature(function).parameters)
 
@@ -30,7 +30,7 @@ def check_vision_model(kind: Any) -> None:
     """Check that a vision-language model class replaces image tokens and has no unknown arguments about them.
 
     Raises: ValueError, with the class's name."""
-    takes, lacks = asked(kind.forward), []
+    takes, lacks = parameter_names(kind.forward), []
     if not hasattr(kind, "get_image_features") or any(name.startswith("cross_attention") for name in takes):
         lacks.append("does not replace image tokens")
     if "position_ids" not in takes or "decoder_input_ids" in takes:
@@ -41,7 +41,7 @@ def check_vision_model(kind: Any) -> None:
         raise ValueError(f"{kind.__name__} cannot be a compiler or executor with pictures: it {' and '.join(lacks)}")
 
 
-def vision_parts(model: Any) -> dict[str, nn.Module]:
+def vision_modules(model: Any) -> dict[str, nn.Module]:
     """Return a model's vision towers and projectors by name; {} for a text model.
 
     Raises: ValueError, if the language model is not a separate module."""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 TIMEOUT = 1800.0  # seconds per call of an engine; a batch of emissions is the longest
 # Ignore the model folder's stop tokens and sampling defaults.
 SETTINGS = {"enable_prefix_caching": True, "generation_config": "vllm"}
-EXTENSION = "lm.vllm.HiddenTails"  # `worker_extension_cls` of the engine
+EXTENSION = "lm.vllm.HiddenStateExtension"  # `worker_extension_cls` of the engine
 _KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
 _FAILED = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
 _DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
@@ -64,18 +64,18 @@ def load_engine(name: str | Path, dtype: str, defaults: Mapping[str, Any], setti
         raise
 
 
-def pinned(revision: str | None) -> dict[str, Any]:
+def revision_arguments(revision: str | None) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for a Hub model's revision."""
     return {} if revision is None else {"revision": revision, "tokenizer_revision": revision}
 
 
-def request_of(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
+def vllm_request(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
     """Convert a prompt without soft tokens, followed by the ids `then`, to vLLM's format."""
     images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
-    return {"prompt_token_ids": [*encoder.folded(prompt.ids), *then], **images}
+    return {"prompt_token_ids": [*encoder.collapse_placeholders(prompt.ids), *then], **images}
 
 
-def run(
+def run_batch(
     llm: LLM,
     requests: Sequence[Any],
     params: Any,
@@ -106,17 +106,17 @@ def run(
         ended = iter(sorted(outputs, key=lambda output: int(output.request_id)))
         return [None if id in aborted else next(ended) for id in ids]
 
-    return watched(llm, steps)
+    return call_with_watchdog(llm, steps)
 
 
-def check_read(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[int]]) -> None:
+def check_prompt_ids(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[int]]) -> None:
     """Check that vLLM expanded prompts to these ids. Raises: ValueError, if its image processor differs."""
     pairs = [(output, tuple(read)) for output, read in zip(outputs, ids, strict=True) if output is not None]
     if any(tuple(output.prompt_token_ids or ()) != read for output, read in pairs):
         raise ValueError("vLLM encoded a prompt as other tokens: compare its image processor with the model's own")
 
 
-def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
+def call_with_watchdog(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
     """Call in a thread that is abandoned if the engine's process dies or the time-out passes.
 
     vLLM's own client waits forever for a killed process (0.31).
@@ -180,7 +180,7 @@ def take_tails(llm: LLM) -> dict[str, Tensor]:
     """Fetch the complete tails since the last call by key, (n, d) in fp32 each.
 
     A request whose rows came partly from the prefix cache is missing, because those were not computed."""
-    replies = watched(llm, lambda: llm.collective_rpc("take_tails"))
+    replies = call_with_watchdog(llm, lambda: llm.collective_rpc("take_tails"))
     # Every tensor-parallel worker has the whole state, but only the last pipeline stage.
     tails = next((reply for reply in replies if reply), [])
     return {
@@ -194,7 +194,7 @@ def tail_of(key: str, n: int) -> dict[str, Any]:
     return {_KEY: key, _ROWS: n}
 
 
-class HiddenTails:
+class HiddenStateExtension:
     """Worker extension that extracts final hidden states of prompts from a generating engine.
 
     vLLM mixes it into its workers without calling a constructor: call `watch_tails` first. A request whose

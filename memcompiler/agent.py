@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.batching import StepBatcher
 from agent.deliveries import find
-from agent.episode import EpisodeRunner, EpisodeSpec, Limits, Roles
+from agent.episode import EpisodeLimits, EpisodeRunner, EpisodeSpec, Roles
 from agent.records import Episode
 from compiler.brief_state import render_brief_state
-from compiler.records import Compiler, Guess
-from data_gen.experience import traces_of
-from data_gen.tasks import specs_for
+from compiler.records import Compiler, Gate
+from data_gen.experience import episode_traces
+from data_gen.tasks import episode_specs
 from envs.base import Observation, Task, Transition
 from executor.records import Executor
 from memory.protocol import MemorySystem
@@ -64,8 +64,8 @@ class Agent:
         delivery: how memory reaches the executor: `compiled`, `compiled_text`, `static`, `none`, ...
         k: entries to recall for a task.
         seed: seed of the records; models with temperature 0 ignore it.
-        gate: the compile gate (`mc.load_gate`), for the delivery `compiled_needed`.
-        min_confidence: under `compiled_unsure`, the executor acts alone at or above this probability of its action.
+        gate: the compile gate (`mc.load_gate`), for the delivery `compiled_gated`.
+        min_confidence: under `compiled_low_confidence`, the executor acts alone at or above this probability of its action.
 
     Raises:
         ValueError: the delivery does not exist, needs the environment's expert, or lacks compiler or gate.
@@ -80,7 +80,7 @@ class Agent:
         delivery: str = "compiled",
         k: int = 4,
         seed: int = 0,
-        gate: Guess | None = None,
+        gate: Gate | None = None,
         min_confidence: float = 0.9,
     ) -> None:
         spec = find(delivery)
@@ -89,8 +89,8 @@ class Agent:
         self.memory = memory
         self._recalled_from = memory if spec.memory != "empty" else None
         self._k = min(1, k) if spec.memory == "top" else k
-        self._limits = Limits(seed=seed, sure=min_confidence)
-        self._delivery, self._executor = spec.make(compiler, seed, need=gate), executor
+        self._limits = EpisodeLimits(seed=seed, min_confidence=min_confidence)
+        self._delivery, self._executor = spec.create(compiler, seed, gate=gate), executor
         self._runner: EpisodeRunner | None = None
         self._acted = 0.0
 
@@ -103,7 +103,7 @@ class Agent:
         """
         task = Task(task_id or f"{SPLIT}/{uuid.uuid4().hex}", goal, scene, SPLIT, kind="")
         memory = self._recalled_from
-        [spec] = [EpisodeSpec(task)] if memory is None else specs_for([task], memory, self._k)
+        [spec] = [EpisodeSpec(task)] if memory is None else episode_specs([task], memory, self._k)
         roles = Roles(
             env=_Outside(),
             task=task,
@@ -169,7 +169,7 @@ class Agent:
             runner.record(Transition(answer, progress, success, done=True), time.perf_counter() - self._acted)
         episode.rationale = rationale or ("" if success else str(episode.stop_reason))
         if commit and self.memory is not None and episode.steps:
-            self.memory.commit(traces_of([episode]))
+            self.memory.commit(episode_traces([episode]))
         return episode
 
     def _running(self) -> EpisodeRunner:

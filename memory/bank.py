@@ -31,14 +31,14 @@ from memory.bank_table import (
     read_entries,
     row_to_entry,
 )
-from memory.entry import MemoryEntry, Written, entry_from_json
-from memory.protocol import BankError, Fixed, Query, Recall, Trace
-from memory.registry import MemorySpec, Tools
+from memory.entry import MemoryEntry, WriteResult, entry_from_json
+from memory.protocol import BankError, FixedSession, Query, Recall, Trace
+from memory.registry import MemorySpec, MemoryTools
 from memory.retrieval import COLUMNS, BankRanker, RankedEntry, encodable, unit_rows
 from memory.trajectory import entry_of_trace, goal_without_scene
+from runtime.parsing import parse_json
 from runtime.settings import Settings
 from runtime.store import atomic_file
-from runtime.told import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +83,7 @@ class MemoryBank:
 
     # -- as a memory system -------------------------------------------------------------------------------------------
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         """Write an entry per attempt."""
         return self.write(entry_of_trace(trace) for attempts in episodes for trace in attempts)
 
@@ -96,19 +96,19 @@ class MemoryBank:
         entries = (next(found[query.k]) for query in queries)
         return [Recall(tuple(sorted(some, key=lambda entry: entry.id))) for some in entries]
 
-    def take_over(self, other: MemoryBank) -> Written:
+    def merge_from(self, other: MemoryBank) -> WriteResult:
         return self.write(other)
 
-    def session(self, query: Query, first: Recall) -> Fixed:
+    def session(self, query: Query, first: Recall) -> FixedSession:
         """Recall the same entries at every step, so that prompts share a cached prefix."""
-        return Fixed(first)
+        return FixedSession(first)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
         """Learn from no further attempt."""
 
-    def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> Written:
+    def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> WriteResult:
         """Append entries in one atomic commit. Known ids are ignored and counted, never overwritten.
 
         Raises:
@@ -129,7 +129,7 @@ class MemoryBank:
             if row["id"] not in known:
                 fresh.setdefault(row["id"], row)
         if not fresh:  # do not create a new version
-            return Written(0, len(batch))
+            return WriteResult(0, len(batch))
         data = self._to_arrow(table.schema, list(fresh.values()))
         with bank_errors(self.path):
             # `id` is the table's key: entries that another process appended meanwhile are not inserted again.
@@ -138,7 +138,7 @@ class MemoryBank:
         if result.version == version + 1:  # no other process wrote in between
             known.update(fresh)
             self._known = result.version, known
-        return Written(result.num_inserted_rows, len(batch) - result.num_inserted_rows)
+        return WriteResult(result.num_inserted_rows, len(batch) - result.num_inserted_rows)
 
     def _known_ids(self, table: Table) -> tuple[int, set[str]]:
         if self._known[0] != (version := table.version):
@@ -279,11 +279,11 @@ class MemoryBank:
                 file.write((json.dumps(entry.to_json(), ensure_ascii=False) + "\n").encode())
         return n
 
-    def import_jsonl(self, path: str | Path) -> Written:
+    def import_jsonl(self, path: str | Path) -> WriteResult:
         """Append the entries of an export in batches; known ids are ignored.
 
         Raises: BankError, for an invalid line. Earlier batches remain in the bank."""
-        path, written = Path(path), Written(0)
+        path, written = Path(path), WriteResult(0)
         with path.open(encoding="utf-8") as file:
             entries = (_imported(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())
             for batch in _batches(entries):
@@ -337,7 +337,7 @@ def _imported(line: str, where: str) -> MemoryEntry:
         raise BankError(f"{where}: not a memory entry ({e}); expected a line of `memcompiler bank export`") from e
 
 
-def _open(path: Path, settings: Settings, tools: Tools) -> MemoryBank:
+def _open(path: Path, settings: Settings, tools: MemoryTools) -> MemoryBank:
     return MemoryBank(path, tools.embed)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runtime.told import typed
+from runtime.parsing import check_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
     """Rebuild an entry from `MemoryEntry.to_json`. Raises: ValueError, for a missing field or one of the wrong type."""
     try:
         origin = row["provenance"]
-        provenance = typed(Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))}))
+        provenance = check_types(Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))}))
         images = tuple(base64.b64decode(image, validate=True) for image in row.get("images", ()))
-        return typed(MemoryEntry(row["id"], row["text"], provenance, images))
+        return check_types(MemoryEntry(row["id"], row["text"], provenance, images))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteResult:
     """Numbers of entries that a write added and ignored (entries whose id was known)."""
 
     added: int
     ignored: int = 0
 
-    def __add__(self, other: Written) -> Written:
-        return Written(self.added + other.added, self.ignored + other.ignored)
+    def __add__(self, other: WriteResult) -> WriteResult:
+        return WriteResult(self.added + other.added, self.ignored + other.ignored)

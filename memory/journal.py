@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from envs.base import task_from_json
-from memory.entry import MemoryEntry, Written
+from memory.entry import MemoryEntry, WriteResult
 from memory.protocol import BankError, Query, Recall, Record, Session, Trace
+from runtime.parsing import check_types
 from runtime.store import JsonLines, locked, to_json
-from runtime.told import typed
 
 FILE, LOCK = "journal.jsonl", ".journal.lock"
 
@@ -51,7 +51,7 @@ class Journal:
         # Rows read so far, their keys, and the file size then: the file only grows.
         self._read, self._keys, self._size = list[Row](), set[str](), 0
 
-    def append(self, rows: Sequence[Row]) -> Written:
+    def append(self, rows: Sequence[Row]) -> WriteResult:
         """Append new episodes durably; ignore known ones. Raises: BankError, for a read-only view."""
         if self.until is not None:
             raise BankError(f"{self.folder} at version {self.until} is a read-only view")
@@ -73,7 +73,7 @@ class Journal:
             parsed = list(self._parsed(stored))  # before writing: an unreadable row must not reach the file
             self._lines.append(*stored)
             self._take(parsed, self._lines.path.stat().st_size)
-        return Written(len(fresh), len(rows) - len(fresh))
+        return WriteResult(len(fresh), len(rows) - len(fresh))
 
     def unknown(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that the journal does not hold, without duplicates."""
@@ -128,10 +128,10 @@ class JournalMemory:
         self.path = Path(path)
         self._journal = Journal(self.path, until)
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         return self._journal.append([Row(tuple(attempts), {}) for attempts in episodes])
 
-    def take_over(self, other: JournalMemory) -> Written:
+    def merge_from(self, other: JournalMemory) -> WriteResult:
         return self._journal.append(list(other._journal))
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
@@ -161,9 +161,9 @@ def trace_json(trace: Trace) -> dict[str, Any]:
 def trace_from_json(row: Mapping[str, Any]) -> Trace:
     """Rebuild a trace from JSON. Raises: ValueError, LookupError, TypeError or AttributeError, for other values."""
     parts = {
-        "task": typed(task_from_json(row["task"])),
-        "records": tuple(typed(Record(**record)) for record in row["records"]),
+        "task": check_types(task_from_json(row["task"])),
+        "records": tuple(check_types(Record(**record)) for record in row["records"]),
         "views": tuple(base64.b64decode(view) for view in row["views"]),
         "shown": tuple(row["shown"]),
     }
-    return typed(Trace(**{**row, **parts}))
+    return check_types(Trace(**{**row, **parts}))

@@ -8,7 +8,7 @@ from pathlib import Path
 from memory.trajectory import png_bytes
 
 
-def at_hand(pointers: Iterable[str]) -> tuple[str, ...]:
+def existing_files(pointers: Iterable[str]) -> tuple[str, ...]:
     """Keep the paths of existing files. URLs are dropped; nothing is downloaded."""
     return tuple(pointer for pointer in pointers if pointer and _is_file(pointer))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from envs.base import Task, TaskSequence
-from memory.entry import MemoryEntry, Written
+from memory.entry import MemoryEntry, WriteResult
 from memory.words import word_tokens
 
 
@@ -76,14 +76,14 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class TokenCosts:
     """A reader's tokens: a function for texts (an estimate without a tokenizer), and a number per picture."""
 
     text: Callable[[str], float] = word_tokens
     picture: int = 0  # 0: the reader sees no pictures
 
 
-ESTIMATED = Costs()
+ESTIMATED = TokenCosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Query:
     k: int = 4
     text: str = ""
     tokens: int | None = None
-    costs: Costs = ESTIMATED
+    costs: TokenCosts = ESTIMATED
 
     @classmethod
     def question(
@@ -110,7 +110,7 @@ class Query:
         id: str = "",
         scene: str = "",
         k: int = 1_000,
-        costs: Costs = ESTIMATED,
+        costs: TokenCosts = ESTIMATED,
     ) -> Query:
         """Create a query for a question without an episode."""
         return cls(Task(id, text, scene, "", "question"), k, text, tokens, costs)
@@ -126,8 +126,8 @@ class Recall:
     """
 
     entries: tuple[MemoryEntry, ...] = ()
-    made: bool = False
-    pointers: tuple[tuple[str, ...], ...] = ()
+    generated: bool = False
+    record_ids: tuple[tuple[str, ...], ...] = ()
 
 
 class Session(Protocol):
@@ -142,7 +142,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedSession:
     """A session that recalls the same entries at every step."""
 
     recalled: Recall
@@ -154,7 +154,7 @@ class Fixed:
         pass
 
 
-class Life(Protocol):
+class WorldSession(Protocol):
     """Memory of a sequence of tasks in one world that is never reset."""
 
     def session(self, query: Query) -> Session:
@@ -166,14 +166,14 @@ class Life(Protocol):
 
 
 @runtime_checkable
-class Lasting(Protocol):
-    """A memory system with a memory of its own for worlds that are never reset (`life_in`)."""
+class SupportsWorldSessions(Protocol):
+    """A memory system with a memory of its own for worlds that are never reset (`open_world_session`)."""
 
-    def life(self, world: TaskSequence) -> Life: ...
+    def life(self, world: TaskSequence) -> WorldSession: ...
 
 
 @runtime_checkable
-class ObjectLife(Life, Protocol):
+class ObjectLife(WorldSession, Protocol):
     """A life whose memory consists of units about single objects, which evaluations inspect."""
 
     @property
@@ -196,7 +196,7 @@ class ObjectLife(Life, Protocol):
         ...
 
 
-class Kept(Protocol):
+class EntryStore(Protocol):
     """Entries by id."""
 
     def __getitem__(self, id: str, /) -> MemoryEntry:
@@ -230,7 +230,7 @@ class Graph:
 
 
 @runtime_checkable
-class Telling(Protocol):
+class DisplaysContents(Protocol):
     """A memory system that can display its contents."""
 
     def tables(self) -> list[Table]: ...
@@ -239,7 +239,7 @@ class Telling(Protocol):
 
 
 @runtime_checkable
-class MemorySystem(Kept, Protocol):
+class MemorySystem(EntryStore, Protocol):
     """The interface of every memory system. Its state is a function of the committed traces, named by a version."""
 
     name: ClassVar[str]
@@ -249,11 +249,11 @@ class MemorySystem(Kept, Protocol):
         """Return the system's folder."""
         ...
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         """Add episodes atomically, each the attempts at one task in order. Known traces are ignored and counted."""
         ...
 
-    def take_over(self, other: Any) -> Written:
+    def merge_from(self, other: Any) -> WriteResult:
         """Add everything that another memory of the same system holds."""
         ...
 
@@ -304,6 +304,6 @@ class _CommittedLife:
         self.memory.commit([[trace]])
 
 
-def life_in(world: TaskSequence, memory: MemorySystem) -> Life:
+def open_world_session(world: TaskSequence, memory: MemorySystem) -> WorldSession:
     """Open memory for a world that is never reset. A system that is not `Lasting` must be empty and is committed to."""
-    return memory.life(world) if isinstance(memory, Lasting) else _CommittedLife(memory)
+    return memory.life(world) if isinstance(memory, SupportsWorldSessions) else _CommittedLife(memory)

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory.protocol import MemorySystem
-from runtime.plugins import Plugins
+from runtime.plugins import Registry
 from runtime.settings import Settings
 
 if TYPE_CHECKING:
     from memory.retrieval import Embed
 
-Ask = Callable[[Sequence[dict[str, Any]], str, int], str | None]
+ChatFunction = Callable[[Sequence[dict[str, Any]], str, int], str | None]
 """(chat messages, role in the cost account, maximal tokens) -> a language model's answer, or None on failure."""
 DEFAULT = "trajectory"
 RESPONSES = "responses.sqlite"  # cache of endpoint answers in a memory's folder
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class MemoryTools:
     """Optional models for memory systems, which run by rule without them."""
 
     embed: Embed | None = None
-    ask: Ask | None = None
-    part: Callable[[str | bytes], dict[str, Any]] | None = (
+    ask: ChatFunction | None = None
+    message_part: Callable[[str | bytes], dict[str, Any]] | None = (
         None  # creates message parts from texts and PNG pictures, if `ask` accepts pictures
     )
 
@@ -37,10 +37,10 @@ class MemorySpec:
 
     name: str
     settings: type[Settings]
-    open: Callable[[Path, Any, Tools], MemorySystem]
+    open: Callable[[Path, Any, MemoryTools], MemorySystem]
 
 
-_ALL = Plugins(
+_ALL = Registry(
     "memory system",
     "memcompiler.memories",
     MemorySpec,

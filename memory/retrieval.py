@@ -38,7 +38,7 @@ import numpy as np
 from envs.base import Task
 from memory.bm25 import BM25, idf
 from memory.trajectory import goal_without_scene
-from memory.words import terms, words
+from memory.words import search_terms, words
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,7 +82,7 @@ class BankRanker:
         if "vector" in rows.schema.names:
             self._vectors.append(rows.column("vector").flatten().to_numpy().reshape(len(fresh), -1))
         else:
-            self._words.add(map(terms, rows.column("words").to_pylist()))
+            self._words.add(map(search_terms, rows.column("words").to_pylist()))
         for found in fresh:
             self._scenes.setdefault(found.scene, array("i")).append(found.row)
         self._entries += fresh
@@ -112,7 +112,7 @@ class BankRanker:
     def _by_words(self, task: Task) -> NDArray[np.float32]:
         scores = np.zeros(len(self), dtype=np.float32)
         for word in query_words(task):
-            weights = self._words(terms(word)).astype(np.float32)
+            weights = self._words(search_terms(word)).astype(np.float32)
             scores += weights.max() * weights
         return scores
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Trace
 from memory.words import SPACED
-from runtime.told import without_newlines as one_line
+from runtime.parsing import without_newlines as one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,13 +31,13 @@ def entry_of_trace(trace: Trace) -> MemoryEntry:
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
     """Format an entry: scene and goal, the actions joined by ` ; `, and the rationale, a line each."""
-    lines = [stated_goal(goal, scene), " ; ".join(actions)]
+    lines = [goal_with_scene(goal, scene), " ; ".join(actions)]
     if rationale.strip():
         lines.append(f"because {rationale}" if success else f"failed: {rationale}")
     return "\n".join(one_line(line) for line in lines)
 
 
-def stated_goal(goal: str, scene: str) -> str:
+def goal_with_scene(goal: str, scene: str) -> str:
     """Prefix a goal with its scene, if any."""
     return f"in {scene}: {goal}" if scene else goal
 

@@ -55,7 +55,7 @@ _SCRIPT_TOKENS = {
 }
 
 
-def terms(text: str) -> list[str]:
+def search_terms(text: str) -> list[str]:
     """Return a text's search terms: stemmed words without accents; character pairs in scripts without spaces."""
     return list(chain.from_iterable(map(_terms, text.lower().split())))
 
@@ -71,11 +71,11 @@ def words(text: str) -> list[str]:
     if plain.isascii():
         plain = plain.lower()
     else:
-        plain = folded(_ACCENTS.sub("", unicodedata.normalize("NFKD", plain.lower())), pairs=True)
+        plain = fold_text(_ACCENTS.sub("", unicodedata.normalize("NFKD", plain.lower())), pairs=True)
     return _WORD.findall(plain)
 
 
-def folded(text: str, pairs: bool = False) -> str:
+def fold_text(text: str, pairs: bool = False) -> str:
     """Fold a text. Beyond ASCII, one space separates words and replaces punctuation.
 
     With `pairs`, scripts without spaces become overlapping pairs of characters."""
@@ -125,7 +125,7 @@ def word_tokens(text: str) -> float:
     return tokens + WORD_TOKENS * len(chunks) + _DATA_TOKENS * data
 
 
-def shortened(text: str, most: int) -> str:
+def truncate_words(text: str, most: int) -> str:
     """Truncate a text to `most` words, or to as many tokens of other scripts."""
     kept, left = list[str](), WORD_TOKENS * most
     for chunk in text.split():

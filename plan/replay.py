@@ -20,7 +20,7 @@ from configs.training import GrpoConfig, SftConfig
 from lm.architecture import cache_bytes_per_token, model_config
 from lm.backbone import Backbone
 from lm.prompt import Prompt
-from lm.vision import vision_parts
+from lm.vision import vision_modules
 from memory.entry import MemoryEntry, Provenance
 from plan.budget import Lengths
 from plan.models import (
@@ -85,11 +85,11 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
     compiler = shaped_compiler(config.compiler, executor.backbone.hidden_size, ledger, decoding)
     compiler.projector.requires_grad_(config.soft)
     _optimiser_state(compiler, ledger)
-    examples = rows_of(config, lengths, rows)
+    examples = episode_rows(config, lengths, rows)
     compiler.train()
     if config.gradient_checkpointing:
-        compiler.backbone.recompute_layers()
-        executor.backbone.recompute_layers()
+        compiler.backbone.enable_gradient_checkpointing()
+        executor.backbone.enable_gradient_checkpointing()
     ledger.restart()
     losses = sft_losses(compiler, executor, examples, config)
     forward = ledger.flops
@@ -160,7 +160,7 @@ def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
 # inputs --------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(config: SftConfig, lengths: Lengths, rows: int) -> list[Example]:
+def episode_rows(config: SftConfig, lengths: Lengths, rows: int) -> list[Example]:
     """Create a micro-batch of SFT."""
     n = config.compiler.soft.n_tokens
     prompts, acting = prompts_of(lengths.prompt, rows), prompts_of(max(lengths.acting, n), rows, n * config.soft)
@@ -255,7 +255,7 @@ def _replayed(
     models = [part.backbone for part in (compiler, executor) if part is not None]
     size: Callable[[nn.Module], int] = lambda m: sum(p.nbytes for p in m.parameters())
     blocks = [_blocks(backbone) for backbone in models]
-    towers = [size(part) for backbone in models for part in vision_parts(backbone.model).values()]
+    towers = [size(part) for backbone in models for part in vision_modules(backbone.model).values()]
     inside = sum(size(block) for found in blocks for block in found) + sum(towers)
     trained = sum(p.numel() for p in compiler.parameters() if p.requires_grad) if compiler is not None else 0
     whole = sum(size(backbone.model) for backbone in models)

@@ -207,7 +207,7 @@ def plan_eval(config: EvalConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
 
 def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan a collection: a model runs only if the executor acts while an endpoint teaches."""
-    executor = config.executor if config.acts == "executor" else None
+    executor = config.executor if config.acting_role == "executor" else None
     return _playing(
         "collect",
         "collection",

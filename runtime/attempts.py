@@ -25,7 +25,7 @@ def failure_of(row: Row) -> str:
     return first_failure((e["stop_reason"], e["error"]) for e in (row, *row.get("retries", ())))
 
 
-class Attempts(Generic[K]):
+class RetriedResults(Generic[K]):
     """A result file with at most one finished row per key.
 
     Args:
@@ -67,7 +67,7 @@ class Attempts(Generic[K]):
         return to_json({**json.loads(text), "broken": earlier}, ascii=True) if earlier else text
 
 
-def broken_facts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def failure_counts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Count failed results and retried ones, and name the first failure."""
     known = list(outcomes)
     broken = [f"{name}: {cause}" for name, cause, _ in known if cause]
@@ -75,14 +75,14 @@ def broken_facts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     return {"n": len(broken), "played_again": again, "first": shorten(broken[0], CAUSE_LENGTH) if broken else None}
 
 
-def broken_line(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
+def failure_summary(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
     """Describe failed episodes and how to retry them in one line; "" without failures.
 
     Args:
         most: attempts per episode.
         setting: name of the setting of `most`.
     """
-    if not (facts := broken_facts(outcomes))["n"]:
+    if not (facts := failure_counts(outcomes))["n"]:
         return ""
     due = sum(bool(cause) and len(earlier) + 1 < most for _, cause, earlier in outcomes)
     left = f"{due} have attempts left ({setting}={most}): run the same command again, --on-exists resume"

@@ -45,11 +45,11 @@ class RaySettings(Settings):
     workers: int | None = Field(default=None, ge=1)  # most workers at a time; null: as many as the resources allow
     # Episodes that a worker receives at a time and plays side by side: the batch size, whatever the number of workers.
     # Null: 8 for the expert, `concurrency` for an evaluation.
-    unit: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
     cpus: float = Field(default=1.0, ge=0)  # per worker, which holds models and environments
     gpus: float = Field(default=0.0, ge=0)  # per worker; a fraction shares one
     retries: int = Field(default=3, ge=0)  # of items whose worker was lost
-    silence_s: float = Field(default=3600.0, gt=0)  # a worker without output for so long counts as lost
+    unresponsive_s: float = Field(default=3600.0, gt=0)  # a worker without output for so long counts as lost
 
 
 # Settings that may differ on resume: they say where episodes are played, not which.
@@ -156,7 +156,7 @@ def check_answers(address: str) -> None:
 def _no_ray(address: str, error: Exception) -> ClusterError:
     why = " ".join(str(error).split()).rstrip(".")
     return ClusterError(
-        f"no Ray answers at {ADDRESS}={address}: {why}. Start one (`ray start --head`, docs/cluster.md), "
+        f"no Ray answers at {ADDRESS}={address}: {why}. Start one (`ray start --head`, docs/guides/cluster.md), "
         f"or run `unset {ADDRESS}` to have one started on this machine"
     )
 

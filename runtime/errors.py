@@ -48,7 +48,7 @@ class MemoryFailure(EpisodeFailure):
     stop_reason = StopReason.MEMORY_FAILURE
 
 
-FAILURES = (
+FAILURE_REASONS = (
     *(kind.stop_reason for kind in (EnvironmentFailure, ExecutorFailure, CompilerFailure, MemoryFailure)),
     StopReason.WORKER_FAILURE,
 )
@@ -56,7 +56,7 @@ FAILURES = (
 
 def is_failure(stop_reason: str) -> bool:
     """Whether the machinery failed: evaluation counts the episode as failed, training and memory leave it out."""
-    return stop_reason in FAILURES
+    return stop_reason in FAILURE_REASONS
 
 
 def first_failure(ends: Iterable[tuple[str, str]]) -> str:

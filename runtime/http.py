@@ -225,7 +225,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def answers(url: str, timeout_s: float = 5.0) -> bool:
+def responds(url: str, timeout_s: float = 5.0) -> bool:
     """Whether a GET of `url` returns status 200, without a proxy."""
     try:
         return httpx.get(url, timeout=timeout_s, trust_env=False).status_code == 200

@@ -23,7 +23,7 @@ class PluginError(ValueError):
     """An unknown name, or a plugin that cannot be loaded. The message is ready to print."""
 
 
-class Plugins(Generic[Spec]):
+class Registry(Generic[Spec]):
     """The specs of one kind by name.
 
     Args:

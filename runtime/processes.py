@@ -83,7 +83,7 @@ class ChildProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end_all([self])
+        terminate_all([self])
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class ChildProcess:
         while not ready():
             check_alive([self, *others])
             if time.monotonic() > deadline:
-                raise ProcessError(f"{self.name} is not ready after {timeout_s:g} s{self.last_words()}")
+                raise ProcessError(f"{self.name} is not ready after {timeout_s:g} s{self.output_suffix()}")
             time.sleep(every_s)
 
     def tail(self) -> str:
@@ -160,7 +160,7 @@ class ChildProcess:
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
-    def last_words(self) -> str:
+    def output_suffix(self) -> str:
         """Return the last output as the end of a message; "" without output."""
         return f"; its last output:\n{words}" if (words := self.tail()) else ""
 
@@ -177,10 +177,10 @@ def check_alive(children: Sequence[ChildProcess]) -> None:
     """Raise ProcessError if a child has ended."""
     for child in children:
         if child.status is not None:
-            raise ProcessError(f"{child.name} ended ({child.status}){child.last_words()}")
+            raise ProcessError(f"{child.name} ended ({child.status}){child.output_suffix()}")
 
 
-def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
+def terminate_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
     """Terminate children and their groups: SIGTERM, then SIGKILL after `grace_s` seconds."""
     for child in children:
         child.terminate()

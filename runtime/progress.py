@@ -34,12 +34,12 @@ def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object]
     print(f"  {name}: {state['done']}/{total} in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def quiet() -> None:
+def disable_library_progress_bars() -> None:
     """Disable the progress bars of transformers and datasets."""
     from transformers.utils import logging  # does not import torch
 
     logging.disable_progress_bar()
-    with suppress(ModuleNotFoundError):  # GPU images may lack datasets (docs/gpu.md)
+    with suppress(ModuleNotFoundError):  # GPU images may lack datasets (docs/guides/gpu.md)
         import datasets
 
         datasets.disable_progress_bars()

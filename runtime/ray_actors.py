@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime.cluster import import_ray
 from runtime.http import LOOPBACK
-from runtime.startup import WAITING
+from runtime.startup import WAIT_VARIABLES
 
 STREAM_S = 0.1  # longest time for which output is batched before it is sent
 _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
 _BOILERPLATE = re.compile(r"The actor \w+ is unavailable: |\.? ?The task may or may not.*|\.? ?Some common causes.*")
 # Variables that a process needs to behave as its driver, if its node does not set them. Keys are never sent.
 _SENT = (
-    *WAITING,
+    *WAIT_VARIABLES,
     "OMP_NUM_THREADS",
     "TOKENIZERS_PARALLELISM",
     "HF_HUB_OFFLINE",

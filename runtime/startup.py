@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 # How OpenMP threads wait. libgomp's default spins: waiting threads then occupy the cores of other processes and of the
-# thread they wait for, and a step takes several times as long (docs/training.md).
+# thread they wait for, and a step takes several times as long (docs/guides/training.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
-WAITING = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that control it
+WAIT_VARIABLES = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that control it
 
 
 def prepare_process() -> None:
@@ -20,7 +20,7 @@ def prepare_process() -> None:
 
     Call it before importing torch. Child processes inherit the variables.
     """
-    if not any(name in os.environ for name in WAITING):
+    if not any(name in os.environ for name in WAIT_VARIABLES):
         os.environ[WAIT_POLICY] = "PASSIVE"
     os.environ.update(HOME=str(home()))  # without it, libraries fail or create a folder named "~"
     try:

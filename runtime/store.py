@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.told import parse_json
+from runtime.parsing import parse_json
 
 TEMPORARY = ".tmp"  # suffix of unfinished files, whose names begin with a dot
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without locks
@@ -37,7 +37,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, needs: tuple[str, ...] = ()) -> None:
-        self.path, self.needs = path, needs
+        self.path, self.required_keys = path, needs
 
     def __iter__(self) -> Iterator[Row]:
         """Iterate over the rows; none without a file. Raises: RecordError, for a complete line that is not a row."""
@@ -108,8 +108,8 @@ class JsonLines:
                     return
                 try:
                     row = parse_json(line)
-                    if not isinstance(row, dict) or not row.keys() >= set(self.needs):
-                        raise ValueError(f"expected an object with {', '.join(self.needs) or 'any keys'}")
+                    if not isinstance(row, dict) or not row.keys() >= set(self.required_keys):
+                        raise ValueError(f"expected an object with {', '.join(self.required_keys) or 'any keys'}")
                 except ValueError as error:
                     raise RecordError(
                         f"{self.path}, line {number} is damaged ({error}): restore the file, or start again in another "
@@ -167,7 +167,7 @@ def name_path_in_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a folder that is renamed to `path` at the end of the block, and removed if it raises.
 
     Raises: FileExistsError, before the block."""

@@ -1,6 +1,6 @@
 """Pool of workers that may be lost: hands out units of work, retries what a lost worker left, and records results.
 
-    with ray_crew(settings, make_worker) as crew:
+    with ray_worker_pool(settings, make_worker) as crew:
         crew.play(units, record, broken)
 
 A unit is a few items with the context that a worker needs for them. A worker answers item by item, with one line of
@@ -32,22 +32,22 @@ log = logging.getLogger("memcompiler.cluster")
 EVERY_S = 2.0  # between two checks of the available resources
 FETCH_S = 120.0  # time-out for fetching a worker's results
 TURN_S = 1.0  # longest wait for events before the clock is checked
-Line = tuple[str, str]  # an item's key and its result
+ResultLine = tuple[str, str]  # an item's key and its result
 
 
 class Worker(Protocol):
     """Processes units in its own process, where it is created."""
 
-    def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
+    def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
         """Process all items of a unit; call `done(key, line)` after each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """Items by key, and the context that a worker needs. `lost`: why earlier workers of these items were lost."""
 
-    what: Any
+    context: Any
     items: Mapping[str, Any]
     lost: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class Ready:
 class Answered:
     """A worker has results of its unit."""
 
-    lines: Sequence[Line]
+    lines: Sequence[ResultLine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +93,18 @@ class _WorkerState:
 
     last_event: float  # time.monotonic()
     is_ready: bool = False
-    unit: Unit | None = None
+    unit: WorkUnit | None = None
     items: dict[str, Any] = field(default_factory=dict)
 
 
-class Crew:
+class WorkerPool:
     """Keeps workers from one `play` to the next: as many as settings, resources and units allow. One more is always
     requested, for resources that are added later."""
 
     def __init__(self, backend: RayBackend, settings: RaySettings) -> None:
         self._backend, self._settings = backend, settings
         self._workers: dict[Any, _WorkerState] = {}
-        self._queue: deque[Unit] = deque()
+        self._queue: deque[WorkUnit] = deque()
         self._checked = float("-inf")  # last check of resources
         self._last_event = 0.0
         self._failed_starts = 0  # in a row
@@ -116,7 +116,7 @@ class Crew:
         for handle in list(self._workers):
             self._stop(handle)
 
-    def play(self, units: Sequence[Unit], record: Callable[[Sequence[Line]], None], broken: Broken) -> None:
+    def run(self, units: Sequence[WorkUnit], record: Callable[[Sequence[ResultLine]], None], broken: Broken) -> None:
         """Process all units.
 
         Args:
@@ -143,21 +143,21 @@ class Crew:
         for handle in [handle for handle, state in self._workers.items() if not state.is_ready]:
             self._stop(handle)
 
-    def ask(self, what: Any) -> str:
+    def run_one(self, what: Any) -> str:
         """Have one worker process a unit with a single item; return its line."""
-        answers: list[Line] = []
-        self.play([Unit(what, {"": None})], answers.extend, _unanswered)
+        answers: list[ResultLine] = []
+        self.run([WorkUnit(what, {"": None})], answers.extend, _unanswered)
         return answers[0][1]
 
     def _busy(self) -> int:
         return sum(state.unit is not None for state in self._workers.values())
 
-    def _submit(self, handle: Any, unit: Unit) -> None:
+    def _submit(self, handle: Any, unit: WorkUnit) -> None:
         state = self._workers[handle]
         state.unit, state.items, state.last_event = unit, dict(unit.items), time.monotonic()
         self._backend.submit(handle, unit)
 
-    def _handle(self, handle: Any, event: Event, broken: Broken) -> list[Line]:
+    def _handle(self, handle: Any, event: Event, broken: Broken) -> list[ResultLine]:
         """Update a worker's state; return lines to record."""
         state = self._workers[handle]
         state.last_event = self._last_event = time.monotonic()
@@ -178,7 +178,7 @@ class Crew:
                 return self._lose(handle, reason, broken)
         return []
 
-    def _lose(self, handle: Any, reason: str, broken: Broken) -> list[Line]:
+    def _lose(self, handle: Any, reason: str, broken: Broken) -> list[ResultLine]:
         """Remove a lost worker; put its items first in the queue, or return lines to record instead."""
         state, retries = self._workers.pop(handle), self._settings.retries
         log.warning("a worker is lost: %s", reason)
@@ -192,16 +192,16 @@ class Crew:
         lost = (*state.unit.lost, reason)
         if len(lost) > retries:
             reasons = f"{len(lost)} workers were lost over it: {'; '.join(lost)}"
-            return [(key, broken(state.unit.what, key, item, reasons)) for key, item in state.items.items()]
+            return [(key, broken(state.unit.context, key, item, reasons)) for key, item in state.items.items()]
         size = 1 if len(lost) == retries else max(1, len(state.items))
-        self._queue.extendleft(reversed(list(units_of(state.unit.what, state.items, size, lost))))
+        self._queue.extendleft(reversed(list(split_into_units(state.unit.context, state.items, size, lost))))
         return []
 
-    def _check_workers(self, broken: Broken) -> list[Line]:
+    def _check_workers(self, broken: Broken) -> list[ResultLine]:
         """Every few seconds, request workers for free resources and give up silent ones; return lines to record."""
         if (now := time.monotonic()) - self._checked < EVERY_S:
             return []
-        self._checked, silence, busy = now, self._settings.silence_s, self._busy()
+        self._checked, silence, busy = now, self._settings.unresponsive_s, self._busy()
         wanted = min(busy + len(self._queue), self._settings.workers or self._backend.capacity() + 1)
         for _ in range(wanted - len(self._workers)):
             self._workers[self._backend.start()] = _WorkerState(now)
@@ -211,7 +211,7 @@ class Crew:
                 f"{self._settings.gpus:g} GPUs (ray.gpus), and no node has them free"
             )
         silent = [h for h, state in self._workers.items() if state.unit and now - state.last_event > silence]
-        lines: list[Line] = []
+        lines: list[ResultLine] = []
         for handle in silent:
             self._backend.stop(handle)
             lines += self._lose(handle, f"it said nothing for {silence:g} s", broken)
@@ -226,11 +226,11 @@ def _unanswered(what: Any, key: str, item: Any, reasons: str) -> str:
     raise ClusterError(f"no worker could answer: {reasons}")
 
 
-def units_of(what: Any, items: Mapping[str, Any], size: int, lost: tuple[str, ...] = ()) -> Iterator[Unit]:
+def split_into_units(what: Any, items: Mapping[str, Any], size: int, lost: tuple[str, ...] = ()) -> Iterator[WorkUnit]:
     """Split items into units of `size`, in their order."""
     pairs = iter(items.items())
     while some := dict(islice(pairs, size)):
-        yield Unit(what, some, lost)
+        yield WorkUnit(what, some, lost)
 
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class RayBackend:
         self._pending[actor.ready.remote(self._make)] = actor
         return actor
 
-    def submit(self, handle: Any, unit: Unit) -> None:
+    def submit(self, handle: Any, unit: WorkUnit) -> None:
         """Send a unit to a free worker."""
         self._pending[handle.play.options(num_returns="streaming").remote(unit)] = handle
 
@@ -308,8 +308,8 @@ class _WorkerActor(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._worker = self._thread.submit(make).result()
 
-    def play(self, unit: Unit) -> Iterator[list[Line]]:
-        lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+    def play(self, unit: WorkUnit) -> Iterator[list[ResultLine]]:
+        lines: queue.SimpleQueue[ResultLine | None] = queue.SimpleQueue()
         work = self._thread.submit(self._worker.play, unit, lambda key, line: lines.put((key, line)))
         work.add_done_callback(lambda _: lines.put(None))
         yield from in_batches(lines)
@@ -317,8 +317,8 @@ class _WorkerActor(Actor):
 
 
 @contextmanager
-def ray_crew(settings: RaySettings, make: Callable[[], Worker]) -> Iterator[Crew]:
+def ray_worker_pool(settings: RaySettings, make: Callable[[], Worker]) -> Iterator[WorkerPool]:
     """Start or join Ray, and yield a worker pool there; `make` is called in each worker's process. Raises: as
     `ray_cluster`."""
-    with ray_cluster() as ray, Crew(RayBackend(ray, settings, make), settings) as crew:
+    with ray_cluster() as ray, WorkerPool(RayBackend(ray, settings, make), settings) as crew:
         yield crew

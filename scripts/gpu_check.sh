@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check this code on a machine with CUDA within a time limit and without downloads: parity with the CPU, SFT and GRPO
-# steps at the paper's shapes with random weights, decoding, a short training run, several GPUs, vLLM (docs/gpu.md).
+# steps at the paper's shapes with random weights, decoding, a short training run, several GPUs, vLLM (docs/guides/gpu.md).
 #
 #   bash scripts/gpu_check.sh                      # 25 minutes; a second call runs the missing parts
 #   bash scripts/gpu_check.sh --minutes 9          # the same parts in nine minutes

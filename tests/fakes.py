@@ -8,7 +8,7 @@ from compiler.brief_state import Create, Fold
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.records import EVERYTHING, Action, Grounding
+from executor.records import FULL_VIEW, Action, Grounding
 from runtime.errors import StopReason
 from tests.tiny_models import entry
 
@@ -46,7 +46,7 @@ class CountingEnv:
 class Recorder:
     """A compiler and an executor that write down what they are asked."""
 
-    accepts_soft, sees_images, reads = True, False, EVERYTHING
+    accepts_soft, sees_images, reads = True, False, FULL_VIEW
 
     def __init__(self):
         self.batches, self.seen = [], []

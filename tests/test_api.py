@@ -15,12 +15,12 @@ import pytest
 
 import memcompiler as mc
 from agent import deliveries
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.records import Episode
 from compiler.checkpoint import CheckpointError
 from configs.load import ConfigError
 from data_gen.experience import collect_experience
-from data_gen.tasks import specs_for
+from data_gen.tasks import episode_specs
 from envs.registry import Environments, settings_of
 from runtime.errors import StopReason
 from tests.fakes import Recorder
@@ -78,12 +78,16 @@ def decisions(episode: Episode) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compiled", "compiled_text", "compiled_unsure", "compiled_needed", "static", "none"])
+@pytest.mark.parametrize(
+    "name", ["compiled", "compiled_text", "compiled_low_confidence", "compiled_gated", "static", "none"]
+)
 def test_an_agent_decides_as_the_evaluation_does(world: World, name: str) -> None:
-    gate = mc.load_gate("zoo/alfworld") if name == "compiled_needed" else None
-    delivery = deliveries.find(name).make(world.compiler, 0, None, gate)
-    specs = specs_for(world.tasks, world.memory, 4)
-    expected = run_episodes(world.envs.lease, specs, delivery, world.executor, Limits(max_steps=6), concurrency=1)
+    gate = mc.load_gate("zoo/alfworld") if name == "compiled_gated" else None
+    delivery = deliveries.find(name).create(world.compiler, 0, None, gate)
+    specs = episode_specs(world.tasks, world.memory, 4)
+    expected = run_episodes(
+        world.envs.lease, specs, delivery, world.executor, EpisodeLimits(max_steps=6), concurrency=1
+    )
     agent = mc.Agent(world.compiler, world.executor, world.memory, delivery=name, gate=gate)
     for task, reference in zip(world.tasks, expected, strict=True):
         env = world.envs.lease()
@@ -152,9 +156,9 @@ def test_a_failure_is_raised_recorded_and_not_committed(tmp_path: Path) -> None:
 
 
 def test_deliveries_that_need_what_is_not_there_are_refused() -> None:
-    for name, why in (("expert_compiler", "control"), ("compiled_needed", "needs"), ("compiled", "trained compiler")):
+    for name, why in (("expert_compiler", "control"), ("compiled_gated", "needs"), ("compiled", "trained compiler")):
         with pytest.raises(ValueError, match=why):
-            mc.Agent(Recorder() if name == "compiled_needed" else None, Recorder(), delivery=name)
+            mc.Agent(Recorder() if name == "compiled_gated" else None, Recorder(), delivery=name)
 
 
 def test_a_registered_delivery_is_played(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from envs import spec as probes
 from envs.alfworld.environment import fetch_games, find_games
 from envs.embodiedbench.spec import INSTALLATIONS, import_all
 from envs.scienceworld.environment import start_java
-from envs.spec import Missing, Probe
+from envs.spec import NotInstalled, Probe
 from memcompiler import doctor
 from memcompiler.doctor import Check, all_probes, iter_checks, run_doctor, run_probe
 
@@ -33,7 +33,7 @@ def fine() -> str:
 
 
 def absent() -> str:
-    raise Missing("not installed")
+    raise NotInstalled("not installed")
 
 
 def failing() -> str:
@@ -116,9 +116,9 @@ def test_exit_code_and_remedies(found, code, monkeypatch, capsys):
 
 
 def test_missing_module_and_version_without_import():
-    assert run_probe(Probe("x", partial(probes.imports, "no_such_module_here"))).status == "missing"
+    assert run_probe(Probe("x", partial(probes.imported_version, "no_such_module_here"))).status == "missing"
     sys.modules.pop("deepspeed", None)
-    assert probes.is_installed("deepspeed").count(".") >= 1
+    assert probes.installed_version("deepspeed").count(".") >= 1
     assert "deepspeed" not in sys.modules
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from compiler import checkpoint
 from compiler.checkpoint import CheckpointError
-from compiler.gate import need_of
+from compiler.gate import load_gate
 from configs.load import ConfigError
 from memcompiler.hub import MODELS, model_card, model_settings, push
 from tests import hub_server
@@ -57,8 +57,8 @@ def test_a_pushed_compiler_loads_from_its_repository(hub: hub_server.Hub, tmp_pa
         MODELS,
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
-        "need.json",
-        "need.safetensors",
+        "gate.json",
+        "gate.safetensors",
         "projector.json",
         "projector.safetensors",
         "state.json",
@@ -66,7 +66,7 @@ def test_a_pushed_compiler_loads_from_its_repository(hub: hub_server.Hub, tmp_pa
     files["evil.bin"] = b"a pickle"
     loaded = run(hub, tmp_path, "-c", LOADS)
     assert loaded.returncode == 0, loaded.stderr[-3000:]
-    gate = need_of(str(repository / "zoo" / "alfworld" / "checkpoint"))
+    gate = load_gate(str(repository / "zoo" / "alfworld" / "checkpoint"))
     assert gate is not None
     *found, failure = json.loads(loaded.stdout.splitlines()[-1])
     assert found == [gate.sha256, True, 4] and "cannot download hub:someone/else" in failure

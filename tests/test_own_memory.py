@@ -18,9 +18,9 @@ from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig
 from envs.base import Task
 from memory import registry
-from memory.entry import MemoryEntry, Provenance, Written
+from memory.entry import MemoryEntry, Provenance, WriteResult
 from memory.protocol import MemorySystem, Query, Recall, Record, Trace
-from memory.registry import MemorySpec, Tools
+from memory.registry import MemorySpec, MemoryTools
 from runtime.plugins import PluginError
 from runtime.settings import Settings
 from runtime.store import JsonLines
@@ -49,18 +49,18 @@ class Diary:
     def _pages(self) -> list[dict[str, Any]]:
         return list(self._lines)[: self.until] if self._lines.path.exists() else []
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         self.path.mkdir(parents=True, exist_ok=True)
         known, fresh = {page["task"]["id"] for page in self._pages()}, list[dict[str, Any]]()
         for trace in (trace for attempts in episodes for trace in attempts):
             if trace.task.id not in known:
                 fresh.append({"task": asdict(trace.task), "did": trace.actions, "success": trace.success})
         self._lines.append(*fresh)
-        return Written(len(fresh), sum(map(len, episodes)) - len(fresh))
+        return WriteResult(len(fresh), sum(map(len, episodes)) - len(fresh))
 
-    def take_over(self, other: Diary) -> Written:
+    def merge_from(self, other: Diary) -> WriteResult:
         self._lines.append(*other._pages())
-        return Written(len(other))
+        return WriteResult(len(other))
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         return [Recall(tuple(self._of_scene(query.task))) for query in queries]
@@ -111,13 +111,13 @@ class Page:
             return self.first
         text = f"today: {', '.join(record.action for record in self.done)}"
         nowhere = Provenance("", self.task.scene, self.task.goal, self.task.split, False, source="diary")
-        return Recall((*self.first.entries, MemoryEntry(f"today/{len(self.done)}", text, nowhere)), made=True)
+        return Recall((*self.first.entries, MemoryEntry(f"today/{len(self.done)}", text, nowhere)), generated=True)
 
     def observe(self, record: Record) -> None:
         self.done.append(record)
 
 
-def open_diary(path: Path, settings: DiarySettings, tools: Tools) -> Diary:
+def open_diary(path: Path, settings: DiarySettings, tools: MemoryTools) -> Diary:
     return Diary(path, settings)
 
 
@@ -149,7 +149,7 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_serves_collection_training_and_evaluation(
     diary: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from data_gen.experience import filled_bank
+    from data_gen.experience import open_experience_bank
     from data_gen.rows import load_rows
     from envs.registry import Environments
     from eval.evaluate import run_eval
@@ -180,7 +180,7 @@ def test_it_serves_collection_training_and_evaluation(
     }
     other = CollectConfig.model_validate({"env": ENV})
     with Environments(other.env) as envs:  # of the same episodes, and another bank
-        bank = filled_bank(other, envs, envs.tasks("train_experience")[:1], tmp_path / "other")
+        bank = open_experience_bank(other, envs, envs.tasks("train_experience")[:1], tmp_path / "other")
     assert bank.name == "trajectory" and len(list((tmp_path / "experience").iterdir())) == 2
 
     told = list[Record]()

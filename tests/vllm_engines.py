@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from compiler.hf import MemoryCompiler
-from compiler.records import Compilation, Decoding, always
+from compiler.records import Compilation, Decoding, never_cancelled
 from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
 from configs.models import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
 from lm.backbone import load_encoder
 from runtime.cluster import private_environment
-from runtime.http import LOOPBACK, answers, free_port, http_url
+from runtime.http import LOOPBACK, free_port, http_url, responds
 from runtime.processes import ChildProcess
 from tests import tiny_models
 from zoo.models import as_llama, save
@@ -126,7 +126,7 @@ def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
     ours = ["--model", str(model), "--port", str(port)]
     command = [sys.executable, "-m", "memcompiler", "serve", "executor", *ours, "--", *arguments]
     with ChildProcess(command, cwd=ROOT, env=env, output=log) as process:
-        process.wait_until_ready(lambda: answers(f"{url}/health"), 500)
+        process.wait_until_ready(lambda: responds(f"{url}/health"), 500)
         yield url
 
 
@@ -206,11 +206,11 @@ def speculating() -> None:
         each.suppressed = sorted({*each.suppressed, often})
     steps, step = [], ours.llm.llm_engine.step
     ours.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-    made = ours._sample([ours.encode(request) for request in asked], ours.generator, always)
+    made = ours._sample([ours.encode(request) for request in asked], ours.generator, never_cancelled)
     print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in made)}"
     for a, b in zip(ours.compile(asked), compiler.compile(asked), strict=True):
         assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often not in a.emission_ids
-        for name in ("mu", "log_sigma", "soft"):  # (log-probabilities differ: docs/serving.md)
+        for name in ("mu", "log_sigma", "soft"):  # (log-probabilities differ: docs/guides/serving.md)
             torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
     print("alike")
     print(print_steps)

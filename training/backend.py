@@ -27,7 +27,7 @@ from compiler.checkpoint import PROJECTOR, trained_parameters
 from compiler.hf import MemoryCompiler
 from configs.training import Optimizer
 from lm.device import to_device
-from lm.vision import vision_parts
+from lm.vision import vision_modules
 from training import distributed
 from training.checkpoint import TrainingTensors
 
@@ -189,7 +189,7 @@ class Fsdp(Replicated):
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
         # Rank 0 holds its weights until all ranks have their slices.
         whole = dict(joint.state_dict()) if distributed.rank() == 0 else {}
-        towers = [part for model in _models(joint) for part in vision_parts(model).values()]
+        towers = [part for model in _models(joint) for part in vision_modules(model).values()]
         for model in _models(joint):
             for layer in _layers(model, towers):
                 fully_shard(layer, mesh=mesh)
@@ -346,7 +346,7 @@ class Zero3(Zero2):
         if not any(distributed.gather(any(parameter.is_meta for parameter in joint.parameters()))):
             return
         device, replaced = self.compiler.backbone.device, dict[nn.Parameter, nn.Parameter]()
-        parts = [part for model in _models(joint) for part in vision_parts(model).values()]
+        parts = [part for model in _models(joint) for part in vision_modules(model).values()]
         towers = {module for part in parts for module in part.modules()}
         for module in joint.modules():
             fresh = nn.ParameterList()
@@ -367,7 +367,7 @@ class Zero3(Zero2):
         compiler = self.compiler
         for model in _models(joint):  # permanently: DeepSpeed slices all registered modules
             body: Any = getattr(model, model.base_model_prefix)
-            for name in vision_parts(model):
+            for name in vision_modules(model):
                 body.__dict__[name] = body._modules.pop(name)
         # DeepSpeed's hooks cannot handle the projector's output; only its linear map has parameters.
         joint.linear = compiler.projector.linear

@@ -25,8 +25,8 @@ from compiler.checkpoint import (
     POLICY,
     PROJECTOR,
     CheckpointError,
+    checkpoint_name,
     checkpoints,
-    name_of,
     read_weights,
     save_projector,
 )
@@ -57,7 +57,7 @@ def save_checkpoint(
         keep: Delete older checkpoints beyond this number (0: none), except the best.
         best: Step of the best checkpoint; 0 if there is none.
     """
-    final = folder / name_of(state["step"])
+    final = folder / checkpoint_name(state["step"])
     part = folder / f".part-{final.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -76,7 +76,7 @@ def save_checkpoint(
         mark_best(folder, best)
     if keep:
         for old in checkpoints(folder)[:-keep]:
-            if old.name != name_of(best):
+            if old.name != checkpoint_name(best):
                 shutil.rmtree(old)
     return final
 
@@ -85,7 +85,7 @@ def mark_best(folder: Path, step: int) -> None:
     """Link `folder/best` to the checkpoint of a step."""
     link = folder / f".part-{BEST}"
     link.unlink(missing_ok=True)
-    link.symlink_to(name_of(step))
+    link.symlink_to(checkpoint_name(step))
     link.replace(folder / BEST)
     sync(folder)
 

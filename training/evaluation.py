@@ -11,7 +11,7 @@ from agent.episode import EpisodeSpec
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.models import CompilerConfig
-from configs.training import Evaluation
+from configs.training import TrainingEvaluation
 from executor.base import TokenExecutor
 from runtime.errors import is_failure
 from training import distributed
@@ -60,7 +60,7 @@ class BestCheckpoint:
 class HeldOutTasks:
     """Tasks excluded from training, with the engine that plays them and its decoding (by default greedy)."""
 
-    settings: Evaluation
+    settings: TrainingEvaluation
     engine: RolloutEngine
     specs: Sequence[EpisodeSpec]
     decoding: Decoding

@@ -1,6 +1,6 @@
 """Fits the compile gate (`compiler.gate`) to the rows that a compiler was trained on.
 
-    memcompiler train need RUN           # RUN/need.safetensors and need.json, for the delivery `compiled_needed`
+    memcompiler train gate RUN           # RUN/gate.safetensors and gate.json, for the delivery `compiled_gated`
 
 SFT fits it at its end. The command serves runs of older versions, and other values of `recall`, the share of guided
 steps that are compiled on held-out tasks.
@@ -21,13 +21,13 @@ from rich.console import Console
 
 from agent.records import compile_request
 from compiler.checkpoint import CheckpointError
-from compiler.gate import Need, features, fit
+from compiler.gate import CompileGate, features, fit
 from compiler.language import parse
 from compiler.records import CompileRequest
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
 from configs.training import SftConfig
-from data_gen.rows import SftRow, StoredRows, held_out, row_folders, shuffled, without_brief_state
+from data_gen.rows import SftRow, SftRowDataset, row_folders, seeded_order, split_row_indices, without_brief_state
 from runtime.lock import FolderLock
 from runtime.progress import progress
 
@@ -36,7 +36,7 @@ HELD_OUT = 0.2  # share of the tasks that C and threshold are chosen on
 console = Console(width=120)
 
 
-def train_need(run: Path, recall: float = 0.98, seed: int = 0) -> Need:
+def train_gate(run: Path, recall: float = 0.98, seed: int = 0) -> CompileGate:
     """Fit the gate to the rows of an SFT run, and save it in the run's folder.
 
     Args:
@@ -50,16 +50,16 @@ def train_need(run: Path, recall: float = 0.98, seed: int = 0) -> Need:
     """
     if not (run / CONFIG).is_file():
         raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
-    with FolderLock(run, "memcompiler train need"):
+    with FolderLock(run, "memcompiler train gate"):
         return _fit_to_rows(run, recall, seed)
 
 
-def _fit_to_rows(run: Path, recall: float, seed: int) -> Need:
+def _fit_to_rows(run: Path, recall: float, seed: int) -> CompileGate:
     config = load_config(SftConfig, str(run / CONFIG), [])
     edit = None if config.brief_state else without_brief_state
-    parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]
+    parts = [SftRowDataset(folder, edit, pictures=False) for folder in row_folders(config.rows)]
     x, guided, tasks = _read(parts, seed)
-    fitted, held = held_out(tasks, HELD_OUT, seed)  # row numbers
+    fitted, held = split_row_indices(tasks, HELD_OUT, seed)  # row numbers
     rows = len(tasks) // 2
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
         raise ConfigError(f"of {rows} rows {guided.sum() // 2} are guided: a gate needs both kinds in both parts")
@@ -79,22 +79,22 @@ def _fit_to_rows(run: Path, recall: float, seed: int) -> Need:
     return gate
 
 
-def leave_need(run: Path, seed: int) -> None:
+def fit_gate_after_sft(run: Path, seed: int) -> None:
     """Fit the gate at the end of SFT, or print why the rows do not allow it."""
     try:
-        train_need(run, seed=seed)
+        train_gate(run, seed=seed)
     except ValueError as error:  # too few tasks, or all or no steps guided
         console.print(f"  gate: none was fitted ({error})")
 
 
-def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64], list[str]]:
+def _read(parts: Sequence[SftRowDataset], seed: int) -> tuple[Any, NDArray[np.int64], list[str]]:
     """Return features (2n, WIDTH), whether each step is guided (2n,), and the task of each.
 
     Each step counts twice: with its recorded Brief State, and with the older one that it has under a gate. Beyond MOST
     rows, only a share of the tasks is read.
     """
     guided, tasks, length = list[bool](), list[str](), sum(map(len, parts))
-    names = shuffled(chain.from_iterable(part.tasks for part in parts), seed)
+    names = seeded_order(chain.from_iterable(part.tasks for part in parts), seed)
     chosen = set(names[: math.ceil(len(names) * min(1.0, MOST / max(length, 1)))])
 
     def requests() -> Iterator[CompileRequest]:

@@ -35,21 +35,21 @@ import torch
 from torch import Tensor, nn
 
 from agent.deliveries import find as find_delivery
-from agent.episode import EpisodeSpec, Limits
+from agent.episode import EpisodeLimits, EpisodeSpec
 from agent.records import Episode
 from compiler import checkpoint
-from compiler.build import load_compiler, load_served_compiler, report_reading
-from compiler.gate import Need, keep_need, need_for
+from compiler.build import load_compiler, load_served_compiler, warn_about_executor_inputs
+from compiler.gate import CompileGate, copy_gate, gate_for
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.experience import bank_facts, filled_bank
+from data_gen.experience import bank_facts, open_experience_bank
 from data_gen.leakage import MANIFEST
-from data_gen.memories import open_memory
-from data_gen.tasks import guarded_tasks, specs_for, without_held_out
+from data_gen.memory_factory import open_memory
+from data_gen.tasks import episode_specs, select_isolated_tasks, split_held_out_specs
 from envs.manifest import Manifest
-from envs.registry import Environments, compiler_told, executor_told
+from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
 from executor.base import TokenExecutor
 from executor.build import load_executor
 from executor.hf import FrozenExecutor
@@ -105,8 +105,8 @@ def run_trainer(
         run = create_run(config, out, on_exists, lock=engines is None)  # on Ray, the driver holds the lock
         if run is not None:
             stack.enter_context(run)
-            keep_need(config.compiler.checkpoint, out)
-        need = load_need(config)
+            copy_gate(config.compiler.checkpoint, out)
+        need = delivery_gate(config)
         if engines is not None:
             engines.report({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
 
@@ -115,7 +115,7 @@ def run_trainer(
         specs, facts = training_specs(config, envs, run, out)
         held: list[EpisodeSpec] = []
         if config.evaluation.tasks:
-            specs, held = without_held_out(specs, config.evaluation.tasks, config.seed)
+            specs, held = split_held_out_specs(specs, config.evaluation.tasks, config.seed)
             if run is not None:
                 run.write_json(HELD_OUT, {"played": sorted(spec.task.id for spec in held)})
 
@@ -124,16 +124,20 @@ def run_trainer(
         served = config.compiler.engine == "vllm" or (engines is not None and bool(engines.compilers))
         location = weights_location(config.backend) if served else "device"
         compiler = load_compiler(
-            config.compiler, executor, seed=config.seed, instructions=compiler_told(config.env), weights=location
+            config.compiler,
+            executor,
+            seed=config.seed,
+            instructions=compiler_instructions_for(config.env),
+            weights=location,
         )
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))
-            report_reading(checkpoint.executor_reading(found), config.executor, str(found))
+            warn_about_executor_inputs(checkpoint.executor_inputs(found), config.executor, str(found))
 
         engine = rollout_engine(config, envs, executor=actor, engines=engines, need=need)
         held_out_tasks = None
         if held:
-            player = replace(engine, limits=Limits(config.evaluation.max_steps, config.seed))
+            player = replace(engine, limits=EpisodeLimits(config.evaluation.max_steps, config.seed))
             held_out_tasks = HeldOutTasks(config.evaluation, player, held, eval_decoding(config.compiler))
         facts |= {"environment": config.env.name}
         trainer = GrpoTrainer(
@@ -168,21 +172,21 @@ def training_specs(
     """Choose the training tasks with their memories, and return facts of the bank for checkpoints. Rank 0, which has
     the run folder, checks the tasks and fills the bank; the others read both."""
     if run is not None:
-        tasks, experience = guarded_tasks(config, envs, run)
-        bank = filled_bank(config, envs, experience, out)
+        tasks, experience = select_isolated_tasks(config, envs, run)
+        bank = open_experience_bank(config, envs, experience, out)
         distributed.barrier()
     else:
         distributed.barrier()
         ids = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
         bank = open_memory(config.memory, out / "bank")
-    return specs_for(tasks, bank, config.memory.k), bank_facts(config, bank)
+    return episode_specs(tasks, bank, config.memory.k), bank_facts(config, bank)
 
 
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:
     """Load the executor that acts and the one that the trainer holds: two only if engines act, and the trainer needs
     the gradient of its own."""
-    told = executor_told(config.env)
+    told = executor_instructions_for(config.env)
     if engines is None or not engines.executors:
         executor = load_executor(config.executor, told)
         return executor, executor
@@ -195,25 +199,25 @@ def rollout_engine(
     envs: Environments,
     executor: Executor,
     engines: RayEngines | None = None,
-    need: Need | None = None,
+    need: CompileGate | None = None,
 ) -> RolloutEngine:
     """Create what plays episodes; the compiler in training, a vLLM engine or Ray engines compile."""
     served: Any = None
     if engines is not None and engines.compilers:
         served = ray_compiler(engines, distributed.rank())
     elif config.compiler.engine == "vllm":
-        served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
-    limits = Limits(config.max_steps, config.seed)
+        served = load_served_compiler(config.compiler, config.seed, compiler_instructions_for(config.env))
+    limits = EpisodeLimits(config.max_steps, config.seed)
     return RolloutEngine(
-        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, need=need
+        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, gate=need
     )
 
 
-def load_need(config: GrpoConfig) -> Need | None:
+def delivery_gate(config: GrpoConfig) -> CompileGate | None:
     """Load the compile gate beside the checkpoint, if a delivery uses it. Raises: CheckpointError, if it cannot be
     read."""
-    gated = [name for name in (config.delivery, config.evaluation.delivery) if find_delivery(name).where_needed]
-    return need_for(gated, config.compiler.checkpoint)
+    gated = [name for name in (config.delivery, config.evaluation.delivery) if find_delivery(name).gated]
+    return gate_for(gated, config.compiler.checkpoint)
 
 
 def sampling(config: GrpoConfig) -> Decoding:
@@ -284,9 +288,9 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
         self.sampler = copy_for_rollouts(compiler, with_base=engine.served is None) if copied else compiler
         self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         if config.gradient_checkpointing:
-            compiler.backbone.recompute_layers()
+            compiler.backbone.enable_gradient_checkpointing()
             if self.policy.pathwise and isinstance(executor, FrozenExecutor):
-                executor.backbone.recompute_layers()
+                executor.backbone.enable_gradient_checkpointing()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._next_rollout: Future[Rollout] | None = None  # of the next update, with `overlap`
 
@@ -348,7 +352,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
     def _sync_sampler(self) -> None:
         """Copy the current weights to the compiler that rolls out."""
         if self.sampler is not self.compiler:
-            checkpoint.put(self.sampler, self.backend.weights())
+            checkpoint.copy_weights(self.sampler, self.backend.weights())
         self.sampler.weight_version = self.step
 
     # -- the update ----------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from compiler import checkpoint
 from compiler.build import load_compiler
-from compiler.gate import keep_need
+from compiler.gate import copy_gate
 from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG
 from data_gen.leakage import MANIFEST
-from runtime.store import new_folder
+from runtime.store import atomic_folder
 
 OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that identify the base
 
@@ -36,22 +36,22 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
     if checkpoint.is_merged(found):
         raise checkpoint.CheckpointError(f"{found} is already merged")
     config = load_config(CompilerConfig, None, [*_base(found), *overrides, f"checkpoint={json.dumps(str(found))}"])
-    with new_folder(out) as folder:
+    with atomic_folder(out) as folder:
         compiler = load_compiler(config, None)
         compiler.policy.merge_and_unload(safe_merge=True).save_pretrained(folder)
         compiler.backbone.processor.save_pretrained(folder)
         checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
         state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # training tasks, for later leakage checks
+        if (manifest := checkpoint.run_file(found, MANIFEST)) is not None:  # training tasks, for later leakage checks
             shutil.copy(manifest, folder / MANIFEST)
-        keep_need(str(found), folder)
+        copy_gate(str(found), folder)
     return out
 
 
 def _base(found: Path) -> list[str]:
     """Return settings of the base from the run, or its name from the adapter."""
-    path = checkpoint.beside(found, CONFIG)
+    path = checkpoint.run_file(found, CONFIG)
     if path is None:
         return [f"model={json.dumps(checkpoint.lora_config(found).base_model_name_or_path)}"]
     settings = read_yaml(path).get("compiler", {})

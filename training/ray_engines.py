@@ -26,9 +26,9 @@ from compiler.build import load_compiler, load_served_compiler
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig, model_path
 from configs.training import Placement
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.base import TokenExecutor
-from executor.build import load_executor, reads_of
+from executor.build import executor_view, load_executor
 from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from lm.vllm import engine_trouble
@@ -135,7 +135,7 @@ class CompilerEngine:
 class ExecutorEngine:
     """Scores and generates actions; its clients encode prompts and choose."""
 
-    def __init__(self, config: ExecutorConfig, told: Told) -> None:
+    def __init__(self, config: ExecutorConfig, told: ExecutorInstructions) -> None:
         executor = load_executor(config, told)
         assert isinstance(executor, TokenExecutor)
         self._executor, self._batch_size = executor, config.batch_size if config.engine == "hf" else sys.maxsize
@@ -244,7 +244,7 @@ class EnginePool:
         results: list[Any] = [None] * len(calls)
         losses: dict[int, tuple[str, ...]] = {i: () for i in range(len(calls))}
         waiting, pending = deque(losses), dict[Any, _PendingCall]()
-        silence = f"it said nothing for {self._placement.silence_s:g} s"
+        silence = f"it said nothing for {self._placement.unresponsive_s:g} s"
         while waiting or pending:
             while waiting:
                 call = waiting.popleft()
@@ -276,7 +276,7 @@ class EnginePool:
 
     def _pick_engine(self, call: int) -> int:
         """Pick an available engine for a call, if possible always the same one; wait for one if none is available."""
-        due = time.monotonic() + self._placement.silence_s
+        due = time.monotonic() + self._placement.unresponsive_s
         order = [(self._first + call + i) % len(self._engines) for i in range(len(self._engines))]
         while True:
             self._poll_lost_engines()
@@ -286,7 +286,7 @@ class EnginePool:
             if all(about is None for about in self._lost.values()) or time.monotonic() > due:
                 raise ClusterError(
                     f"no {self._role} is left: each was replaced {self._placement.restarts} times "
-                    f"(placement.restarts), or no node has had room for it for {self._placement.silence_s:g} s"
+                    f"(placement.restarts), or no node has had room for it for {self._placement.unresponsive_s:g} s"
                 )
             time.sleep(PAUSE_S)
 
@@ -307,8 +307,8 @@ class EnginePool:
                 self._report_event(engine, "back", **facts)
 
     def _kill_silent(self, pending: Mapping[Any, _PendingCall]) -> list[Any]:
-        """Kill engines that exceed `silence_s`; return the references of their calls."""
-        due = time.monotonic() - self._placement.silence_s
+        """Kill engines that exceed `unresponsive_s`; return the references of their calls."""
+        due = time.monotonic() - self._placement.unresponsive_s
         late = [ref for ref, one in pending.items() if one.since < due]
         for engine in {pending[ref].engine for ref in late}:
             self._ray.kill(self._engines[engine], no_restart=False)
@@ -382,7 +382,7 @@ class RayCompiler:
 class RayExecutor(TokenExecutor):
     """Client of executor engines. Encodes prompts and samples actions itself, so that calls can be retried."""
 
-    def __init__(self, config: ExecutorConfig, told: Told, pool: EnginePool) -> None:
+    def __init__(self, config: ExecutorConfig, told: ExecutorInstructions, pool: EnginePool) -> None:
         self._name, self._revision, self._pool = model_path(config.model), config.revision, pool
         encoder = load_encoder(self._name, config.memory_token, config.revision, config.chat_template)
         super().__init__(
@@ -391,7 +391,7 @@ class RayExecutor(TokenExecutor):
             max_new_tokens=config.max_new_tokens,
             images=config.images,
             temperature=config.temperature,
-            reads=reads_of(config, told),
+            reads=executor_view(config, told),
         )
         self.mode = config.mode
         self.context = pool.about()["context"]
@@ -443,7 +443,7 @@ def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
     return RayCompiler(pool, ray.put)
 
 
-def ray_executor(config: ExecutorConfig, told: Told, engines: RayEngines, trainer: int) -> RayExecutor:
+def ray_executor(config: ExecutorConfig, told: ExecutorInstructions, engines: RayEngines, trainer: int) -> RayExecutor:
     """Create a trainer's client of the executor engines."""
     pool = EnginePool(
         ray=import_ray(),

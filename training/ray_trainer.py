@@ -21,7 +21,7 @@ from rich.console import Console
 from configs.load import ConfigError
 from configs.run_folder import check_run
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig
-from envs.registry import compiler_told, executor_told
+from envs.registry import compiler_instructions_for, executor_instructions_for
 from runtime.cluster import ClusterError, ray_cluster, require_ray
 from runtime.lock import FolderLock
 from runtime.ray_actors import (
@@ -138,9 +138,11 @@ class ProcessGroup:
         gpus = [self._layout.roles[name].gpus for name, _ in self._order]
         bundles = [{"CPU": self._cpus, **({"GPU": n} if n else {})} for n in gpus]
         self._group = self.ray.util.placement_group(bundles, strategy="PACK")
-        if not self._group.wait(self._placement.silence_s):
+        if not self._group.wait(self._placement.unresponsive_s):
             self.__exit__()
-            raise ClusterError(f"no nodes have had room for {bundles} in {self._placement.silence_s:g} s (placement.*)")
+            raise ClusterError(
+                f"no nodes have had room for {bundles} in {self._placement.unresponsive_s:g} s (placement.*)"
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -183,15 +185,20 @@ def cpus_per_process(nodes: Sequence[Mapping[str, Any]], processes: int) -> floa
 def _start_engines(group: ProcessGroup, config: GrpoConfig, layout: ClusterLayout, report: Report) -> RayEngines:
     """Start the engines, and wait until they have loaded their models. Raises: what one raised."""
     compiler = partial(
-        CompilerEngine, _with_layout(config.compiler, layout.compilers), config.seed, compiler_told(config.env)
+        CompilerEngine,
+        _with_layout(config.compiler, layout.compilers),
+        config.seed,
+        compiler_instructions_for(config.env),
     )
-    executor = partial(ExecutorEngine, _with_layout(config.executor, layout.executors), executor_told(config.env))
+    executor = partial(
+        ExecutorEngine, _with_layout(config.executor, layout.executors), executor_instructions_for(config.env)
+    )
     for role, make in (("compiler", compiler), ("executor", executor)):
         group.start(role, ObjectActor, config.placement.restarts, pickle.dumps(make))
     for role in ("compiler", "executor"):
         for number, engine in enumerate(group[role]):
             try:
-                about = group.ray.get(engine.about.remote(), timeout=config.placement.silence_s)
+                about = group.ray.get(engine.about.remote(), timeout=config.placement.unresponsive_s)
             except group.ray.exceptions.RayError as error:
                 raise ClusterError(f"{role} {number} did not start: {error}") from error
             report({"role": role, "number": number, "event": "ready", **about})
@@ -242,7 +249,7 @@ def _train(
 
 def _place_of(ray: Any, trainer: Any, number: int, config: GrpoConfig) -> ProcessPlace:
     """Ask a trainer for its place. Raises: TrainerLost; ClusterError, if no node has room for it."""
-    wait = config.placement.silence_s
+    wait = config.placement.unresponsive_s
     try:
         return ray.get(trainer.place.remote(), timeout=wait)
     except ray.exceptions.GetTimeoutError as error:

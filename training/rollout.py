@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from agent.deliveries import COMPILED, find
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode, StepRecord
 from compiler.checkpoint import save_weights
-from compiler.gate import Need
+from compiler.gate import CompileGate
 from compiler.hf import MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
@@ -160,14 +160,14 @@ class RolloutEngine:
 
     make_env: Callable[[], Environment]
     executor: Executor
-    limits: Limits
+    limits: EpisodeLimits
     concurrency: int = 64
     served: RolloutPolicy | None = None
-    need: Need | None = None  # gate of the delivery `compiled_needed`
+    gate: CompileGate | None = None  # gate of the delivery `compiled_gated`
 
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play one episode of each spec with a delivery; returns them in order."""
-        delivery = find(name).make(self._synced(compiler), self.limits.seed, need=self.need)
+        delivery = find(name).create(self._synced(compiler), self.limits.seed, gate=self.gate)
         return run_episodes(
             self.make_env,
             specs,

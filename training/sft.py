@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from agent.episode import Limits
+from agent.episode import EpisodeLimits
 from compiler.build import load_compiler, measured_std
 from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen.leakage import record_rows, rows_environment
-from data_gen.tasks import held_out_of_rows, rows_world
+from data_gen.leakage import copy_rows_manifest, rows_environment
+from data_gen.tasks import rows_environment_settings, select_held_out_specs
 from envs.registry import Environments
 from envs.spec import EnvSpec
 from executor.build import load_frozen
@@ -41,7 +41,7 @@ from executor.hf import FrozenExecutor
 from training import distributed
 from training.backend import BACKENDS
 from training.evaluation import HeldOutTasks, eval_decoding
-from training.gate import leave_need
+from training.gate import fit_gate_after_sft
 from training.rollout import RolloutEngine
 from training.sft_data import (
     EncodedRows,
@@ -71,7 +71,7 @@ SKIPPED = "skipped_rows.json"  # in the run folder: rows that cannot be trained 
 
 
 def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
-    """Train stage 1, or resume it; OUT gets checkpoints, metrics.jsonl, and the gate of `compiled_needed`.
+    """Train stage 1, or resume it; OUT gets checkpoints, metrics.jsonl, and the gate of `compiled_gated`.
 
     Raises:
         ConfigError: No gradient can pass through this executor, or rows leak, are broken, or lack what it reads.
@@ -84,11 +84,11 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         data = SftData.load(config)
         envs, specs = None, []
         if n := config.evaluation.tasks:
-            envs = stack.enter_context(Environments(rows_world(data.folders)))
-            specs = held_out_of_rows(data.validation_tasks(), n, config.seed, envs)
+            envs = stack.enter_context(Environments(rows_environment_settings(data.folders)))
+            specs = select_held_out_specs(data.validation_tasks(), n, config.seed, envs)
         if (run := create_run(config, out, on_exists)) is not None:
             stack.enter_context(run)
-            record_rows(run, data.folders, data.leaks)
+            copy_rows_manifest(run, data.folders, data.leaks)
             if data.validation:
                 played = {"played": sorted(spec.task.id for spec in specs)} if specs else {}
                 tasks = sorted({data.tasks[i] for i in data.validation})
@@ -96,14 +96,14 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
 
         # Models
         env_spec = rows_environment(data.folders)
-        if config.executor.first_view and not any(part.has_first_views for part in data.parts):
+        if config.executor.first_view and not any(part.has_first_observations for part in data.parts):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         compiler, executor = load_models(config, env_spec)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
         held_out_tasks = None
         if envs is not None:
-            engine = RolloutEngine(envs.lease, executor, Limits(config.evaluation.max_steps, config.seed))
+            engine = RolloutEngine(envs.lease, executor, EpisodeLimits(config.evaluation.max_steps, config.seed))
             held_out_tasks = HeldOutTasks(config.evaluation, engine, specs, eval_decoding(config.compiler))
         trainer = SftTrainer(
             config=config,
@@ -120,7 +120,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             for metrics in trainer.steps():
                 log(metrics, progress_line(metrics))
     if run is not None:
-        leave_need(out, config.seed)
+        fit_gate_after_sft(out, config.seed)
     return compiler
 
 
@@ -132,12 +132,14 @@ def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, Froze
     until the backend distributes them."""
     location = weights_location(config.backend)
     # Without the soft channel the executor is not part of the step, and is not sliced.
-    executor = load_frozen(config.executor, spec.told, location if config.soft else "device")
+    executor = load_frozen(config.executor, spec.executor_instructions, location if config.soft else "device")
     settings = config.compiler
     if location != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
         emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
         settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
-    return load_compiler(settings, executor, seed=config.seed, instructions=spec.compiling, weights=location), executor
+    return load_compiler(
+        settings, executor, seed=config.seed, instructions=spec.compiler_instructions, weights=location
+    ), executor
 
 
 def exclude_bad_rows(
@@ -215,8 +217,8 @@ class SftTrainer(Trainer[Metrics]):
         if self.best.by == "loss":
             self.patience = config.validation.patience or math.inf
         if config.gradient_checkpointing:
-            compiler.backbone.recompute_layers()
-            executor.backbone.recompute_layers()
+            compiler.backbone.enable_gradient_checkpointing()
+            executor.backbone.enable_gradient_checkpointing()
         every_row: Any = ConcatDataset([rows, validation_rows])  # pyright: ignore[reportArgumentType]
         self.examples = EncodedRows(every_row, compiler, executor, config.soft)  # validation rows follow the others
         self._buckets: tuple[int, list[list[int]]] = (-1, [])  # an epoch and its batches of similar length

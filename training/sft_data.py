@@ -21,11 +21,11 @@ from compiler.language import parse
 from compiler.prompt import compiler_parts, pictures_of
 from configs.training import SftConfig
 from data_gen.dataset import compiler_text
-from data_gen.leakage import guard_rows
-from data_gen.rows import SftRow, StoredRows, held_out, row_folders, without_brief_state
+from data_gen.leakage import check_rows
+from data_gen.rows import SftRow, SftRowDataset, row_folders, split_row_indices, without_brief_state
 from executor.hf import FrozenExecutor
-from executor.prompt import executor_text, instructed
-from lm.prompt import Part, Prompt, PromptEncoder
+from executor.prompt import executor_text, system_turn
+from lm.prompt import Prompt, PromptEncoder, PromptPart
 from runtime.store import read_json
 from training import distributed
 
@@ -46,7 +46,7 @@ class SftData:
     """
 
     folders: list[Path]
-    parts: list[StoredRows]
+    parts: list[SftRowDataset]
     leaks: list[str] = field(default_factory=list)
     training: list[int] = field(default_factory=list)
     validation: list[int] = field(default_factory=list)
@@ -60,10 +60,10 @@ class SftData:
         """Open the rows, check them for leakage, and hold out whole tasks. Raises: ConfigError."""
         folders = row_folders(config.rows)
         edit = None if config.brief_state else without_brief_state
-        data = cls(folders, [StoredRows(folder, edit) for folder in folders])
+        data = cls(folders, [SftRowDataset(folder, edit) for folder in folders])
         for folder, part in zip(folders, data.parts, strict=True):
-            data.leaks += guard_rows(folder, part.tasks, config.allow_leakage)
-        data.training, data.validation = held_out(data.tasks, config.validation.share, config.seed)
+            data.leaks += check_rows(folder, part.tasks, config.allow_leakage)
+        data.training, data.validation = split_row_indices(data.tasks, config.validation.share, config.seed)
         return data
 
     def validation_tasks(self) -> dict[Path, set[str]]:
@@ -254,7 +254,7 @@ class RowCheck:
         request = executor_request(step, executor)
         texts = [part.text for part in compiler_parts(compile_request(step), images=False)]
         compiled = [compiler.instructions, *texts, row.emission]
-        instructions = instructed(executor.instructions, request, executor.reads.commands)
+        instructions = system_turn(executor.instructions, request, executor.reads.commands)
         acted = [instructions, executor_text(request, " "), row.action]
         limits = compiler.context, executor.context if self._soft else None
         most = (
@@ -282,7 +282,7 @@ class RowCheck:
         """Count the tokens of a chat without text, or with one picture of this size."""
         key = id(encoder), size
         if key not in self._tokens:
-            part = Part("x") if size is None else Part(image=Image.new("RGB", size))
+            part = PromptPart("x") if size is None else PromptPart(image=Image.new("RGB", size))
             self._tokens[key] = len(encoder.encode([part], "x").ids)
         return self._tokens[key]
 

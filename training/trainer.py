@@ -17,7 +17,7 @@ from compiler.hf import MemoryCompiler
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, Optimizer, SftConfig
 from lm.backbone import Weights
-from lm.device import placed
+from lm.device import describe_placement
 from runtime.progress import progress
 from training import distributed
 from training.backend import BACKENDS, Replicated
@@ -66,7 +66,7 @@ class Trainer(ABC, Generic[Result]):
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
         self.facts, self.held_out_tasks = facts or {}, held_out_tasks
-        self.best = BestCheckpoint(by="success" if held_out_tasks and config.evaluation.decides else "loss")
+        self.best = BestCheckpoint(by="success" if held_out_tasks and config.evaluation.selects_best else "loss")
         self.patience = config.evaluation.patience or math.inf
 
     @abstractmethod
@@ -162,7 +162,7 @@ def training_log(
     if trainer.resume():
         console.print(f"  resumed at {trainer.unit} {trainer.step} of {trainer.total}")
     if run is not None:
-        run.record(devices=placed(compiler=trainer.compiler, executor=trainer.executor))
+        run.record(devices=describe_placement(compiler=trainer.compiler, executor=trainer.executor))
         for rows in (run.metrics, run.lines(ROLLOUTS)):  # drop rows after the checkpoint: those steps are repeated
             rows.keep(lambda row: row[trainer.unit] <= trainer.step)
     trackers = config.trackers if run is not None else ()

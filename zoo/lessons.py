@@ -10,7 +10,7 @@ from agent.expert import ExpertTeacher
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from lm.backbone import Backbone
-from lm.prompt import Part, Prompt
+from lm.prompt import Prompt, PromptPart
 from zoo.curriculum import IGNORE, Batch, pad
 
 Dialogue = Sequence[tuple[str, str]]  # questions with their answers
@@ -24,13 +24,13 @@ class Lesson:
     labels: tuple[int, ...]
 
 
-def question_prompt(request: CompileRequest, question: str, images: bool = True) -> list[Part]:
+def question_prompt(request: CompileRequest, question: str, images: bool = True) -> list[PromptPart]:
     """Append a question to the compiler's prompt; an empty question leaves the prompt unchanged."""
     return [*compiler_parts(request, images), *_question_part(question)]
 
 
-def _question_part(question: str) -> list[Part]:
-    return [Part(text=f"\nask: {question}")] if question else []
+def _question_part(question: str) -> list[PromptPart]:
+    return [PromptPart(text=f"\nask: {question}")] if question else []
 
 
 def request_lesson(backbone: Backbone, request: CompileRequest, dialogue: Dialogue) -> Lesson:
@@ -38,7 +38,7 @@ def request_lesson(backbone: Backbone, request: CompileRequest, dialogue: Dialog
     return dialogue_lesson(backbone, compiler_parts(request, backbone.is_vlm), dialogue)
 
 
-def dialogue_lesson(backbone: Backbone, parts: Sequence[Part], dialogue: Dialogue) -> Lesson:
+def dialogue_lesson(backbone: Backbone, parts: Sequence[PromptPart], dialogue: Dialogue) -> Lesson:
     """Append a dialogue to any prompt, with labels on its answers."""
     encoded = backbone.encode([*parts, *_question_part(dialogue[0][0])])
     ids, labels = list[int](), [IGNORE] * len(encoded.ids)

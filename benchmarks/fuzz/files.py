@@ -29,18 +29,18 @@ from configs import run_folder
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config, to_yaml
-from data_gen import dataset, leakage, memories, rows
-from data_gen.experience import traces_of
+from data_gen import dataset, leakage, memory_factory, rows
+from data_gen.experience import episode_traces
 from data_gen.questions.records import Question, QuestionSet, load_question_sets, save_question_sets
 from envs.alfworld.export import export_split
 from envs.alfworld.games import FOLDER, GAME_FILE, AlfworldGames
 from envs.base import EnvironmentFailure, Task
+from envs.household.command_reader import HouseholdReader
 from envs.household.environment import EngineEnvironment, HouseholdEnvironment
-from envs.household.trajectories import HouseholdReader
 from envs.manifest import Manifest
 from eval import metrics, plots, runs, table
 from eval.qa.benchmark_files import read_question_sets
-from lm.ledger import Answer, EndpointStop, Ledger
+from lm.answer_cache import Answer, AnswerCache, EndpointStop
 from memory import bank, journal, registry
 from memory.entry import entry_from_json
 from memory.linear import Head
@@ -57,7 +57,7 @@ JSON: Mapping[str, Any] = {  # sample files
     f"{STEP}/adapter/adapter_config.json": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]},
     "collect/collect.json": {"episodes": 2, "successes": 1, "dropped": {}, "teacher": "expert", "bank_version": 1},
     f"sft/{run_folder.METRICS}": {"step": 1, "loss": 0.5, "text": 0.25},
-    **{f"{name}/{memories.MARK}": {"system": name} for name in SYSTEMS},
+    **{f"{name}/{memory_factory.MARK}": {"system": name} for name in SYSTEMS},
     "locomo.json": [
         {
             "sample_id": "s",
@@ -102,7 +102,7 @@ def sample() -> Path:
     env = lambda: HouseholdEnvironment(scenes={"train": 1}, images=False)
     specs = [episode.EpisodeSpec(task) for task in env().tasks("train")[:2]]
     teacher = deliveries.Delivery("compiled", "compiled", expert.ExpertTeacher(reader=HouseholdReader()), soft=False)
-    played = episode.run_episodes(env, specs, teacher, expert.ExpertExecutor(), episode.Limits(4))
+    played = episode.run_episodes(env, specs, teacher, expert.ExpertExecutor(), episode.EpisodeLimits(4))
     for step in (step for each in played for step in each.steps):
         step.seconds = dict.fromkeys(step.seconds, 0.5)
     for each in played:
@@ -110,7 +110,7 @@ def sample() -> Path:
     meta = {"environment": "household", "split": "test", "seed": 0, "n_tasks": 2, "complete": True, "max_steps": 4}
     summary = metrics.results({"compiled": played}, meta, budgets={"compiled": [2]})
     (root / "eval" / runs.RESULTS).write_text(to_json(summary))
-    rows.save_rows([row for each in played for row in rows.rows_of(each, {})], root / "collect/rows")
+    rows.save_rows([row for each in played for row in rows.episode_rows(each, {})], root / "collect/rows")
     manifest = Manifest.of("household", [spec.task for spec in specs])
     manifest.write(root / "collect" / leakage.MANIFEST)
     verdict = {"overlaps": [{"shared": 0, "dimension": "scene", "clean": True}]}
@@ -119,11 +119,13 @@ def sample() -> Path:
     torch.manual_seed(0)
     projector = Projector(ProjectorConfig(4, 4, 2))
     checkpoint.save_projector(root / STEP, projector.config, projector.state_dict())
-    gate.Need(Head(np.zeros(16), 0.5), 0.5, {"rows": 3}).save(root / "sft")
+    gate.CompileGate(Head(np.zeros(16), 0.5), 0.5, {"rows": 3}).save(root / "sft")
     for name in SYSTEMS:
-        opened(name, root / name).commit(traces_of(played))
+        opened(name, root / name).commit(episode_traces(played))
     question = Question("q", "where?", "there")
-    save_question_sets([QuestionSet("c", tuple(t for [t] in traces_of(played)), (question,))], root / "cases.jsonl")
+    save_question_sets(
+        [QuestionSet("c", tuple(t for [t] in episode_traces(played)), (question,))], root / "cases.jsonl"
+    )
     ledger_used(root / "answers.sqlite")
     if find_spec("alfworld") is not None:  # whose rules an exported game holds
         export_split(env(), "train", root / "alfworld", 2)
@@ -135,7 +137,7 @@ def sample() -> Path:
 
 def opened(name: str, path: Path) -> MemorySystem:
     spec = registry.find(name)
-    return spec.open(path, spec.settings(), registry.Tools())
+    return spec.open(path, spec.settings(), registry.MemoryTools())
 
 
 def recalled(memory: MemorySystem, task: Task) -> list[tuple[str, str]]:
@@ -145,9 +147,9 @@ def recalled(memory: MemorySystem, task: Task) -> list[tuple[str, str]]:
 
 
 def ledger_used(path: Path) -> None:
-    with closing(Ledger(path, "m")._db) as db:
+    with closing(AnswerCache(path, "m")._db) as db:
         db.execute("PRAGMA journal_mode=DELETE")
-    ledger = Ledger(path, "m")
+    ledger = AnswerCache(path, "m")
     with closing(ledger._db):
         ledger.keep("k", "teacher", Answer("look", 1, ledger.spent()[0]))
 
@@ -176,7 +178,7 @@ def episodes_read(run: Path, path: Path) -> None:
 Read = Callable[[Path, Path], object]  # reads the run folder, given also the damaged file
 OTHER = Task("other", "put a mug in cabinet", "home 1", "test", "put")
 CHECKPOINT_READERS = (
-    checkpoint.executor_reading,
+    checkpoint.executor_inputs,
     checkpoint.environment,
     checkpoint.load_projector,
     checkpoint.lora_config,
@@ -184,20 +186,23 @@ CHECKPOINT_READERS = (
 READERS: Mapping[str, Sequence[Read]] = {
     "sft": [
         *((lambda run, path, read=read: read(run.parent / STEP)) for read in CHECKPOINT_READERS),
-        lambda run, path: gate.need_of(str(run.parent / STEP)),
+        lambda run, path: gate.load_gate(str(run.parent / STEP)),
         lambda run, path: plots.read_metrics(run / run_folder.METRICS),
     ],
     "collect": [
         lambda run, path: [row.step_input() for row in rows.load_rows(run / "rows")],
-        lambda run, path: leakage.guard_rows(run / "rows", ["a"], True),
-        lambda run, path: (dataset.provenance(run / "rows"), dataset.of_collection(run / "rows")),
+        lambda run, path: leakage.check_rows(run / "rows", ["a"], True),
+        lambda run, path: (dataset.provenance(run / "rows"), dataset.collection_counts(run / "rows")),
     ],
     "eval": [episodes_read],
     "alfworld": [lambda run, path: AlfworldGames(run).tasks("train"), game_played],
     "answers.sqlite": [lambda run, path: ledger_used(path)],
     "cases.jsonl": [lambda run, path: load_question_sets(path)],
     **{name: [lambda run, path: read_question_sets(path)] for name in ("locomo.json", "ama.jsonl")},
-    **{name: [lambda run, path: (recalled(opened(run.name, run), OTHER), memories.system_of(run))] for name in SYSTEMS},
+    **{
+        name: [lambda run, path: (recalled(opened(run.name, run), OTHER), memory_factory.stored_system(run))]
+        for name in SYSTEMS
+    },
 }
 # Errors that a command reports in one line.
 KNOWN_ERRORS = (ValueError, FileNotFoundError, checkpoint.CheckpointError, BankError, EndpointStop, EnvironmentFailure)

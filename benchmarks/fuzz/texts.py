@@ -21,21 +21,21 @@ from compiler.records import CompileRequest
 from data_gen.endpoint_teacher import read_emission
 from envs.base import EnvironmentFailure, Task
 from envs.household.environment import HouseholdEnvironment
-from envs.household.telling import Body, deed, summary
+from envs.household.observation_parser import AgentState, parse_effect, state_summary
 from envs.registry import BUILT_IN, find
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
 from executor.program import ProgramExecutor, read_plan
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from executor.records import Grounding, ground
 from executor.scripted import ScriptedPlanner
-from lm import answers
+from lm import responses
+from lm.answer_cache import Answer
 from lm.endpoint import user_message
-from lm.ledger import Answer
 from memory.brainmem.agent import read_experience
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.graph import read_graph
 from memory.karma.units import read_states, read_unit
-from memory.words import terms
+from memory.words import search_terms
 
 ADMISSIBLE = (
     "go to cabinet 2",
@@ -74,7 +74,7 @@ def make_answer(rng: Random) -> tuple[str, str]:
 
 def check_answer(given: tuple[str, str]) -> None:
     body, said = given
-    answer = answers.read_answer(body, [user_message("look", b"png")])
+    answer = responses.parse_answer(body, [user_message("look", b"png")])
     expect(isinstance(answer.text, str) and answer.text.encode(), "an answer is not text")
     expect(REASONING not in answer.text, "reasoning is part of an answer")
     expect(min(answer.tokens_in, answer.tokens_out) >= 0, "a count of tokens is negative")
@@ -94,7 +94,7 @@ def make_vectors(rng: Random) -> tuple[str, int]:
 
 def check_vectors(given: tuple[str, int]) -> None:
     body, n = given
-    vectors, tokens = answers.read_vectors(body, n, 5)
+    vectors, tokens = responses.parse_vectors(body, n, 5)
     expect(len(vectors) == n and len(set(map(len, vectors))) == 1 and len(vectors[0]) > 0, "not a vector for each text")
     expect(tokens >= 0, "a count of tokens is negative")
 
@@ -123,7 +123,7 @@ READERS: tuple[Callable[[str], Any], ...] = (
     read_graph,
     read_unit,
     lambda answer: read_states(answer, ["mug 1"]),
-    terms,
+    search_terms,
     abstains,
     lambda answer: set_f1(answer, "mug") + bleu_1(answer, "mug") + locomo_score(answer, "mug, desk", "multi-hop"),
 )
@@ -259,8 +259,8 @@ def check_step(given: Mapping[str, Any]) -> None:
         for read in (reader.searched, reader.need, find(name).views):
             read(plan)
         reader.here(given["observation"], actions)
-    deed(given["observation"])
-    summary(given["observation"], Body().after(given["goal"], given["observation"]))
+    parse_effect(given["observation"])
+    state_summary(given["observation"], AgentState().after(given["goal"], given["observation"]))
 
 
 @cache
@@ -275,10 +275,10 @@ def encoder() -> Any:
 
 def check_prompt(given: Mapping[str, Any]) -> None:
     """Expect that marks in data stay text: no reserved token and no additional turn."""
-    from lm.prompt import Part
+    from lm.prompt import PromptPart
 
-    parts = [Part(executor_text(executor_request(given), ""))]
-    plain, held = encoder().encode([Part("look")], "Act.").ids, encoder().encode(parts, "Act.").ids
+    parts = [PromptPart(executor_text(executor_request(given), ""))]
+    plain, held = encoder().encode([PromptPart("look")], "Act.").ids, encoder().encode(parts, "Act.").ids
     special = {encoder().end_id, encoder().memory_id, *encoder().suppressed}
     count = lambda ids: sum(id in special for id in ids)
     expect(count(held) == count(plain), "text became a reserved token")
@@ -359,8 +359,8 @@ def check_gymnasium(given: Mapping[str, Any]) -> None:
 
 
 TARGETS = (
-    Target("endpoint.answer", make_answer, check_answer, (answers.Fault,), 3),
-    Target("endpoint.vectors", make_vectors, check_vectors, (answers.Fault,)),
+    Target("endpoint.answer", make_answer, check_answer, (responses.RequestFault,), 3),
+    Target("endpoint.vectors", make_vectors, check_vectors, (responses.RequestFault,)),
     Target("endpoint.action", make_action, check_action, (), 2),
     Target("endpoint.structured", make_structured, check_structured),
     Target("language.emission", make_emission, lambda given: check_emission(emission(*given)), (ValueError,), 3),

@@ -1,1 +1,1 @@
-"""GPU check: measure and verify this code on a machine with CUDA (docs/gpu.md)."""
+"""GPU check: measure and verify this code on a machine with CUDA (docs/guides/gpu.md)."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu --out DIR`: run the GPU check (docs/gpu.md).
+"""`python -m benchmarks.gpu --out DIR`: run the GPU check (docs/guides/gpu.md).
 
 Exit status 1 when a part failed or did not run for lack of time; a second call runs the missing parts.
 """

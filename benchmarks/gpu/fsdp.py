@@ -23,7 +23,7 @@ from benchmarks.measurement import resident_bytes
 from compiler.hf import MemoryCompiler
 from executor.hf import FrozenExecutor
 from plan.budget import GIB, PARTS, Gpu
-from plan.replay import rows_of
+from plan.replay import episode_rows
 from plan.stages import plan_sft
 from training import distributed
 
@@ -61,7 +61,7 @@ def _measure_steps(
 ) -> Row:
     """Measure steps, then restore the weights."""
     config, lengths = sft_config(pair, f"backend={backend}", "micro_batch_size=1"), lengths_of(setup)
-    trainer = FixedBatchTrainer(config, compiler, executor, rows_of(config, lengths, pair.rows))
+    trainer = FixedBatchTrainer(config, compiler, executor, episode_rows(config, lengths, pair.rows))
     compiler.train()
     start = trainer.backend.weights()
     first = trainer.take_step()

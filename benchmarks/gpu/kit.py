@@ -118,7 +118,7 @@ class Kit:
         elif why is None and (bad := sum(row.get("passed") is False for row in rows)):
             why = f"{bad} rows did not pass"
         elif why is None and child.status:
-            why = f"{child.ending}{child.last_words()}"
+            why = f"{child.ending}{child.output_suffix()}"
         elif why is None:
             status = "passed"
         times = {"seconds": round(time.monotonic() - started, 1), "limit_s": round(limit_s, 1)}

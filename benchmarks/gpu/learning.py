@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 import lm.backbone
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor
 from benchmarks.gpu.parts import Row, Setup
 from configs.load import load_config
 from configs.training import SftConfig
-from data_gen.rows import SftRow, rows_of
+from data_gen.rows import SftRow, episode_rows
 from envs.household.environment import HouseholdEnvironment
 from envs.registry import find
 from training.evaluation import HeldOutTasks, eval_decoding
@@ -74,9 +74,9 @@ def skip_processor() -> None:
 def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: EntryPool) -> list[SftRow]:
     """Return the SFT rows of episodes that the expert teaches and plays."""
     teacher = Delivery("teacher", "compiled", TEACHER, soft=False)
-    played = run_episodes(lambda: env, specs, teacher, ExpertExecutor(obeys=True), Limits(MAX_STEPS), 1)
+    played = run_episodes(lambda: env, specs, teacher, ExpertExecutor(obeys=True), EpisodeLimits(MAX_STEPS), 1)
     entries = {entry.id: entry for entry in pool.entries}
-    return [row for episode in played for row in rows_of(episode, entries)]
+    return [row for episode in played for row in episode_rows(episode, entries)]
 
 
 def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup) -> SftTrainer:
@@ -106,5 +106,5 @@ def train(setup: Setup, trainer: SftTrainer) -> Iterator[Row]:
 def held_out_tasks(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpec]) -> HeldOutTasks:
     """Return the held-out tasks, played with greedy decoding."""
     make_env = lambda: HouseholdEnvironment(SEED, {SPLIT: SCENES[setup.size]}, visual_share=VISUAL)
-    engine = RolloutEngine(make_env, trainer.executor, Limits(MAX_STEPS), len(specs))
+    engine = RolloutEngine(make_env, trainer.executor, EpisodeLimits(MAX_STEPS), len(specs))
     return HeldOutTasks(trainer.config.evaluation, engine, specs, eval_decoding(trainer.config.compiler))

@@ -24,7 +24,7 @@ from benchmarks.gpu.parts import OUTCOME, Row, Setup
 from benchmarks.measurement import resident_bytes
 from compiler.hf import MemoryCompiler
 from plan.budget import GIB
-from plan.replay import replay_sft, rows_of
+from plan.replay import episode_rows, replay_sft
 
 SDPA, FLASH = "sdpa", "flash_attention_2"
 ROWS = (1, 2, 4)
@@ -67,7 +67,7 @@ def _measure_step(setup: Setup, pair: ModelPair, kind: str, compiler: MemoryComp
     config, lengths = sft_config(pair), lengths_of(setup)
     set_attention(kind, compiler.backbone, executor.backbone)
     disable_checkpointing(compiler.backbone, executor.backbone)
-    trainer = FixedBatchTrainer(config, compiler, executor, rows_of(config, lengths, pair.rows))
+    trainer = FixedBatchTrainer(config, compiler, executor, episode_rows(config, lengths, pair.rows))
     compiler.train()
     tokens = trainer.take_step()["tokens"]
     beyond = peak_beyond(setup, trainer.take_step)

@@ -23,9 +23,9 @@ from compiler.build import load_compiler, load_served_compiler
 from compiler.hf import MemoryCompiler
 from compiler.records import Compilation, CompileRequest
 from configs.models import CompilerConfig, ExecutorConfig, Speed, VllmEngine
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.build import load_executor, load_frozen
-from lm.prompt import Part, Prompt
+from lm.prompt import Prompt, PromptPart
 from memory.entry import MemoryEntry, Provenance
 
 COMPILER, EXECUTOR = "zoo/household/compiler", "zoo/household/executor"
@@ -73,12 +73,12 @@ def speculate(setup: Setup) -> Iterator[Row]:
 def soft_tokens(setup: Setup) -> Iterator[Row]:
     """Yield the difference of commands' likelihoods after soft tokens, and the effect of other soft tokens."""
     config = ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device, vllm=engine_settings(setup))
-    theirs = load_frozen(config, Told(""))
-    ours: Any = load_executor(config.model_copy(update={"engine": "vllm"}), Told(""))
+    theirs = load_frozen(config, ExecutorInstructions(""))
+    ours: Any = load_executor(config.model_copy(update={"engine": "vllm"}), ExecutorInstructions(""))
     prompts, n = [], 16
     for i in range(REQUESTS):
         soft = torch.randn(n, theirs.backbone.hidden_size, generator=torch.Generator().manual_seed(i)) * 0.05
-        text = theirs.encoder.encode([Part(f"put a mug in cabinet {i + 1}. "), Part(soft=n)])
+        text = theirs.encoder.encode([PromptPart(f"put a mug in cabinet {i + 1}. "), PromptPart(soft=n)])
         prompts.append(replace(text, soft=soft))
     with torch.no_grad():
         expected, found = (_scores(executor, prompts) for executor in (theirs, ours))
@@ -118,7 +118,9 @@ def compiler_config(setup: Setup, folder: Path | None = None, ngram: int = 0) ->
 
 def random_compiler(setup: Setup, seed: int) -> MemoryCompiler:
     """Create a compiler in PyTorch with a random adapter and projector."""
-    executor = load_frozen(ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device), Told(""))
+    executor = load_frozen(
+        ExecutorConfig(model=EXECUTOR, dtype=dtype(setup), device=setup.device), ExecutorInstructions("")
+    )
     compiler = load_compiler(compiler_config(setup), executor, seed)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

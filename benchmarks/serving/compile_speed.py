@@ -26,11 +26,11 @@ from benchmarks.serving.scripted import DEFAULT_RECORD, Script, ScriptedDecoder,
 from compiler.build import load_compiler
 from compiler.decoding import Decoder
 from compiler.hf import MemoryCompiler
-from compiler.prefixes import Prefixes
+from compiler.prefixes import PrefixCache
 from compiler.records import CompileRequest
 from configs.models import CompilerConfig, Speed
 from eval.table import markdown_table
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 
 NONE = Speed(drafts=0, prefix_mib=0, second_pass="always")
 PREFIX_MIB = 4096.0  # enough for all episodes
@@ -56,7 +56,7 @@ def measure_compile_speed(
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
 ) -> None:
     """Compare compile seconds by optimisation; the last line is all over none, median of the steps after the first."""
-    quiet()
+    disable_library_progress_bars()
     number = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     config = CompilerConfig(model=model, checkpoint=checkpoint, dtype=number)  # type: ignore[arg-type]
     executor = SimpleNamespace(embedding_table=torch.zeros(1, EXECUTOR_WIDTH))
@@ -70,7 +70,7 @@ def measure_compile_speed(
         ScriptedDecoder.script = [script.emission_ids(request) for request in batches[0]]
         compiler.compile(batches[0])  # warm-up
         for name, speed in OPTIMISATIONS.items():
-            compiler.speed, compiler._prefixes = speed, Prefixes(speed.prefix_mib)
+            compiler.speed, compiler._prefixes = speed, PrefixCache(speed.prefix_mib)
             results[name], emissions = compile_all(compiler, batches, script, bound)
             first = first or emissions
             if emissions != first:

@@ -53,13 +53,13 @@ from compiler.records import soft_is_read
 from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine, model_path
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from eval.table import markdown_table
 from executor.build import load_executor
-from runtime.progress import progress, quiet
+from runtime.progress import disable_library_progress_bars, progress
 from runtime.settings import Settings
 
-COMPILED, GATED = "compiled", "compiled_needed"
+COMPILED, GATED = "compiled", "compiled_gated"
 DELIVERIES = ("none", "static", COMPILED, GATED)
 ROOM = 1024  # tokens of instructions, history and observation beside the memory
 Engine = Literal["hf", "vllm"]
@@ -103,7 +103,7 @@ def measure_delivery(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder for results.json.")] = None,
 ) -> None:
     """Compare the cost of a step by delivery; the last line is compiled over static seconds in steady state."""
-    quiet()
+    disable_library_progress_bars()
     if engine not in ("hf", "vllm", "both"):
         raise ValueError(f"--engine is hf, vllm or both; received {engine!r}")
     named, auto = compiler or executor, "bfloat16" if torch.cuda.is_available() else "float32"
@@ -198,7 +198,7 @@ def _loaded_pair(engine: Engine, config: DeliveryBench, pair: tuple[str, str], s
     emissions, actions = script.output_lengths()
     acting: Any = load_executor(
         ExecutorConfig(**common, model=pair[1], engine=engine, mode="generate", max_new_tokens=max(actions)),
-        Told(INSTRUCTIONS),
+        ExecutorInstructions(INSTRUCTIONS),
     )
     compiler = CompilerConfig(
         **common,

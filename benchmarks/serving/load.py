@@ -34,9 +34,9 @@ from compiler.build import load_compiler
 from compiler.client import CompileBody, SamplingBody
 from configs.models import CompilerConfig, Soft
 from eval.table import markdown_table
-from runtime.http import LOOPBACK, answers, free_port, http_url, retry_after
+from runtime.http import LOOPBACK, free_port, http_url, responds, retry_after
 from runtime.processes import ChildProcess
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 
 MODEL, EXECUTOR_WIDTH, N_SOFT = "zoo/household/compiler", 128, 4
 STEPS = 10  # of an episode, which then repeats
@@ -68,7 +68,7 @@ def measure_load(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest emission of the started service.")] = 48,
 ) -> None:
     """Measure latency and lost requests of the compiler service by number of clients."""
-    quiet()
+    disable_library_progress_bars()
     script = Script(MODEL, MODEL, memory_tokens, read_script())
     with contextlib.ExitStack() as stack:
         url = url or stack.enter_context(started_service(queue, max_new_tokens))
@@ -94,7 +94,7 @@ def started_service(queue: int, max_new_tokens: int) -> Iterator[str]:
         command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "-c", "serve/quickstart"]
         settings = [f"queue={queue}", f"compiler.max_new_tokens={max_new_tokens}", f"timeout_s={TIMEOUT_S}"]
         with ChildProcess([*command, "--checkpoint", folder, "--port", str(port), *settings], output="kept") as service:
-            service.wait_until_ready(lambda: answers(f"{url}/ready"), 300)
+            service.wait_until_ready(lambda: responds(f"{url}/ready"), 300)
             yield url
 
 

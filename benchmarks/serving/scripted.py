@@ -23,19 +23,19 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from agent.deliveries import find
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode, read_episodes
 from benchmarks.measurement import Stopwatch
 from compiler.brief_state import BriefState, apply_ops
 from compiler.decoding import Decoder
 from compiler.language import Emission, Kind, parse
-from compiler.records import Compilation, Compiler, CompileRequest, Guess
+from compiler.records import Compilation, Compiler, CompileRequest, Gate
 from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS as EXECUTOR_INSTRUCTIONS
 from eval.runs import EPISODES
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, memory_text
-from executor.records import PAPER, Action, Executor, Reads
+from executor.records import PAPER_VIEW, Action, Executor, ExecutorView
 from lm.backbone import load_encoder
 from memory.entry import MemoryEntry, Provenance
 
@@ -279,7 +279,7 @@ class ScriptedExecutor:
     force: Callable[[list[tuple[int, ...]]], None]
     accepts_soft: bool = True
     sees_images: bool = False
-    reads: Reads = PAPER
+    reads: ExecutorView = PAPER_VIEW
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         self.force([self.script.action_ids(request) for request in requests])
@@ -288,11 +288,11 @@ class ScriptedExecutor:
 
 
 def play(
-    compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int, gate: Guess
+    compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int, gate: Gate
 ) -> list[Episode]:
     """Play all episodes side by side; `gate` decides for gated deliveries. Raises: ValueError for a failed episode."""
-    playable = find(delivery).make(compiler, seed=0, need=gate)
-    episodes = run_episodes(ScriptedEnvironment, specs, playable, executor, Limits(steps), len(specs))
+    playable = find(delivery).create(compiler, seed=0, gate=gate)
+    episodes = run_episodes(ScriptedEnvironment, specs, playable, executor, EpisodeLimits(steps), len(specs))
     if failed := next((episode.error for episode in episodes if episode.error), None):
         raise ValueError(failed)
     return episodes

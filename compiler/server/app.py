@@ -169,8 +169,8 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     found = checkpoint.find(Path(config.compiler.checkpoint))
     environment = config.env or checkpoint.environment(found)
-    instructions = find(environment).compiling if environment else ""
-    about = {"executor_reads": checkpoint.executor_reading(found), "environment": environment}
+    instructions = find(environment).compiler_instructions if environment else ""
+    about = {"executor_reads": checkpoint.executor_inputs(found), "environment": environment}
     weights = checkpoint.sha256(found)
     service = CompilerService(lambda: _load(config, instructions), config, weights, about)
     bound = bound_socket(host, port)

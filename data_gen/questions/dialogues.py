@@ -25,7 +25,7 @@ from data_gen.questions.phrases import (
     VERBS,
 )
 from envs.base import Task
-from envs.household.telling import kind, views
+from envs.household.observation_parser import kind, parse_places
 from memory.protocol import Record, Trace
 from memory.s3mem.rule_writer import write_units
 
@@ -102,7 +102,7 @@ def extract_events(trace: Trace) -> list[tuple[str, str, str]]:
                 found.append(("take" if taken else "put", kind(thing), kind(change.before if taken else change.after)))
             elif change.after in VERBS:
                 found.append((change.after, kind(thing), kind(unit.place) if change.after != "open" else ""))
-        for view in views(record.feedback):
+        for view in parse_places(record.feedback):
             found += [("see", kind(thing), kind(view.at)) for thing in (view.seen or ())[:1]]
     return found
 

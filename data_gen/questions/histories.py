@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes, run_sequences
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes, run_sequences
 from agent.expert import ExpertExecutor
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.experience import EXPERT_STEPS, traces_of
+from data_gen.experience import EXPERT_STEPS, episode_traces
 from envs.base import Task
 from envs.registry import Environments
 from memory.protocol import Trace
@@ -71,11 +71,11 @@ def play_worlds(envs: Environments, split: str, noise: float = 0.0, seed: int = 
         specs,
         delivery=Delivery("expert", "none"),
         executor=ExpertExecutor(noise, seed),
-        limits=Limits(EXPERT_STEPS),
+        limits=EpisodeLimits(EXPERT_STEPS),
         concurrency=CONCURRENCY,
     )
     return [
-        join_traces([trace for [trace] in traces_of(episodes)], sequence.id, sequence.scene, split)
+        join_traces([trace for [trace] in episode_traces(episodes)], sequence.id, sequence.scene, split)
         for sequence, episodes in zip(sequences, played, strict=True)
         if episodes
     ]
@@ -88,10 +88,10 @@ def play_tasks(envs: Environments, tasks: Sequence[Task], noise: float = 0.0, se
         [EpisodeSpec(task) for task in tasks],
         delivery=Delivery("expert", "none"),
         executor=ExpertExecutor(noise, seed),
-        limits=Limits(EXPERT_STEPS),
+        limits=EpisodeLimits(EXPERT_STEPS),
         concurrency=CONCURRENCY,
     )
-    return [trace for [trace] in traces_of(episodes)]
+    return [trace for [trace] in episode_traces(episodes)]
 
 
 def join_traces(traces: Sequence[Trace], id: str, scene: str, split: str) -> Trace:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.questions.records import Question, QuestionSet, save_question_sets
-from lm.answers import Message
+from lm.answer_cache import Answer
 from lm.endpoint import Endpoint, EndpointFailure, user_message
-from lm.ledger import Answer
+from lm.responses import Message
 from memory.protocol import Trace
 from memory.s3mem.llm_writer import format_record, split_history
 from memory.s3mem.rule_writer import record_ids
+from runtime.parsing import parse_json_object, strings_in
 from runtime.store import to_json, write_atomically
-from runtime.told import json_object, texts
 
 ROLE, RETRY_ROLE = "question_teacher", "question_teacher, again"  # in the endpoint's accounts
 QUESTIONS, REJECTED, ACCOUNT, RESPONSES = "questions.jsonl", "rejected.jsonl", "teacher.json", "responses.sqlite"
@@ -95,7 +95,7 @@ class QuestionTeacher:
         wanted = f"Write {self.per_part} questions.\n\nRecords:\n{shown}"
         chat: list[Message] = [{"role": "system", "content": _WRITE}, user_message(wanted)]
         answer = await self.endpoint.ask(chat, ROLE, MAX_TOKENS)
-        if json_object(answer.text) is None and not answer.truncated:
+        if parse_json_object(answer.text) is None and not answer.truncated:
             complaint = "That is not the JSON object that was asked for. Answer with it and nothing else."
             chat = [*chat, {"role": "assistant", "content": answer.text}, user_message(complaint)]
             answer = await self.endpoint.ask(chat, RETRY_ROLE, MAX_TOKENS)
@@ -106,7 +106,7 @@ def _list_questions(answer: Any) -> tuple[list[Any], tuple[str, str] | None]:
     """Return the questions in an answer, or the reason and text of an unusable answer."""
     if isinstance(answer, EndpointFailure):
         return [], ("failed", str(answer)[:MAX_REJECTED])
-    listed = (json_object(answer.text) or {}).get("questions")
+    listed = (parse_json_object(answer.text) or {}).get("questions")
     why = "truncated" if answer.truncated else "no_questions"
     return (listed, None) if isinstance(listed, list) else ([], (why, answer.text[:MAX_REJECTED]))
 
@@ -118,8 +118,8 @@ def parse_question(value: Any, known: set[str]) -> Question | str:
     """
     fields = value if isinstance(value, dict) else {}
     text, answer, kind = (_one_line(fields.get(name)) for name in ("question", "answer", "kind"))
-    evidence = tuple(dict.fromkeys(texts(fields.get("evidence"))))
-    anchors = tuple(dict.fromkeys(texts(fields.get("anchors")))) or evidence
+    evidence = tuple(dict.fromkeys(strings_in(fields.get("evidence"))))
+    anchors = tuple(dict.fromkeys(strings_in(fields.get("anchors")))) or evidence
     problems = {
         "no_question": not any(letter.isalpha() for letter in text),
         "no_answer": not answer,

@@ -10,8 +10,8 @@ from typing import Any
 from memory.journal import trace_from_json, trace_json
 from memory.protocol import Trace
 from memory.s3mem.rule_writer import record_ids
+from runtime.parsing import check_types, parse_json
 from runtime.store import to_json, write_atomically
-from runtime.told import parse_json, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ def _from_json(row: dict[str, Any]) -> QuestionSet:
     questions = []
     for fields in row["questions"]:
         tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        question = typed(Question(**{**tuples, "links": tuple(map(tuple, fields["links"]))}))
+        question = check_types(Question(**{**tuples, "links": tuple(map(tuple, fields["links"]))}))
         cited = {*question.evidence, *question.anchors, *(id for link in question.links for id in link)}
         if unknown := cited - known:
             raise ValueError(f"question {question.id} cites {min(unknown)}, which is no record of its histories")
         questions.append(question)
-    return typed(QuestionSet(row["id"], histories, tuple(questions)))
+    return check_types(QuestionSet(row["id"], histories, tuple(questions)))

@@ -2,7 +2,7 @@
 
     from envs.alfworld.drop_in import get_environment      # instead of alfworld.agents.environment
 
-docs/alfworld-drop-in.md lists the differences from the original.
+docs/guides/alfworld-drop-in.md lists the differences from the original.
 """
 
 import os

@@ -13,10 +13,10 @@ from typing import Any, Literal, NoReturn
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
 from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.household.command_reader import AlfworldReader
 from envs.household.environment import REFUSED, EngineEnvironment, pickup_views
 from envs.household.sequences import SequenceSettings
-from envs.household.trajectories import AlfworldReader
-from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
+from envs.spec import EnvSettings, EnvSpec, NotInstalled, Probe, Splits, WorkerSpec, imported_version, install_command
 from runtime.settings import PathName
 from runtime.startup import expand_home, home
 
@@ -190,11 +190,11 @@ def find_games() -> str:
     folder = Path(expand_home(named)) if named else _default_games()
     splits = [split.name for split in sorted((folder / FOLDER).glob("*")) if any(split.rglob("game.tw-pddl"))]
     if not named:
-        raise Missing("ALFWORLD_DATA is not set" + (" (games are in the default folder)" if splits else ""))
+        raise NotInstalled("ALFWORLD_DATA is not set" + (" (games are in the default folder)" if splits else ""))
     if not folder.is_dir():
-        raise Missing("ALFWORLD_DATA names a folder that does not exist")
+        raise NotInstalled("ALFWORLD_DATA names a folder that does not exist")
     if not splits:
-        raise Missing(f"no game.tw-pddl below $ALFWORLD_DATA/{FOLDER}")
+        raise NotInstalled(f"no game.tw-pddl below $ALFWORLD_DATA/{FOLDER}")
     return f"splits: {', '.join(splits)}"
 
 
@@ -205,7 +205,7 @@ def fetch_games() -> str:
         return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
     target = shlex.quote(os.path.expanduser(folder)) if folder else '"$HOME/.cache/alfworld"'
     export = "" if folder else f" && export ALFWORLD_DATA={target}"
-    return f"{sync('alfworld')} && .venv/bin/alfworld-download --data-dir {target}{export}"
+    return f"{install_command('alfworld')} && .venv/bin/alfworld-download --data-dir {target}{export}"
 
 
 def _default_games() -> Path:
@@ -224,11 +224,11 @@ ALFWORLD = EnvSpec(
     extra="alfworld",
     probes=lambda: [
         Probe("ALFWorld games", find_games, fetch_games(), core=False),
-        Probe("alfworld", partial(imports, "textworld", "alfworld"), core=False),
+        Probe("alfworld", partial(imported_version, "textworld", "alfworld"), core=False),
     ],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
-    compiling=COMPILING,
+    compiler_instructions=COMPILING,
     views=pickup_views,
     reader=AlfworldReader(),
 )

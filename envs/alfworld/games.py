@@ -18,8 +18,8 @@ from envs.household import world
 from envs.household.engine import Engine
 from envs.household.sequences import with_goal
 from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
+from runtime.parsing import parse_json
 from runtime.startup import expand_home
-from runtime.told import parse_json
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 FOLDER = "json_2.1.1"

@@ -20,12 +20,12 @@ from pydantic import Field, model_validator
 from envs.base import Task, task_from_json
 from envs.embodiedbench import tasks as task_files
 from envs.embodiedbench.prompts import ALFRED, COMPILING, HABITAT, MANIPULATION, NAVIGATION
-from envs.spec import EnvSettings, EnvSpec, Missing, PoolLimits, Probe, Rule, Splits, WorkerSpec
+from envs.spec import EnvSettings, EnvSpec, NotInstalled, PoolLimits, Probe, Rule, Splits, WorkerSpec
 from runtime.settings import PathName
 from runtime.startup import expand_home
 
 # A simulator's first start compiles shaders and loads scenes; listing EB-Manipulation loads each of its scenes.
-LIMITS = PoolLimits(start_s=120, tasks_s=1800, reset_s=600, step_s=180, close_s=20, silence_s=120)
+LIMITS = PoolLimits(start_s=120, tasks_s=1800, reset_s=600, step_s=180, close_s=20, unresponsive_s=120)
 HOME = "EMBODIEDBENCH_HOME"
 
 
@@ -75,7 +75,7 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
     named = python or _variable(place.variable)
     if not named:
         raise FileNotFoundError(
-            f"{place.variable} is not set: install EmbodiedBench (docs/environments.md), then {_export(benchmark)}"
+            f"{place.variable} is not set: install EmbodiedBench (docs/guides/environments.md), then {_export(benchmark)}"
         )
     found = shutil.which(named)
     if not found:
@@ -149,7 +149,7 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
     """Import the simulator in its own Python, and look for the data to download into the checkout."""
     place = INSTALLATIONS[benchmark]
     if not os.environ.get(place.variable):
-        raise Missing(f"{place.variable} is not set")
+        raise NotInstalled(f"{place.variable} is not set")
     command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules, *_SHARED_MODULES]
     paths = [path for path in (_variable(HOME), os.environ.get("PYTHONPATH")) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
@@ -171,7 +171,7 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
         raise RuntimeError(f"its Python says: {said[-1]}")
     found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
     if place.data and not Path(found["package"], "envs", place.data).exists():
-        raise Missing(f"embodiedbench/envs/{place.data} is not in the checkout")
+        raise NotInstalled(f"embodiedbench/envs/{place.data} is not in the checkout")
     return f"Python {found['python']} imports {place.modules[0].split('.')[0]}; not started"
 
 
@@ -184,7 +184,7 @@ _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "
 
 
 def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
-    fix = f"{_export(benchmark)}  # to install: docs/environments.md"
+    fix = f"{_export(benchmark)}  # to install: docs/guides/environments.md"
     return EnvSpec(
         benchmark,
         EmbodiedBenchSettings,
@@ -199,7 +199,7 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         refusals=("Last action is invalid",),
         instructions=instructions,
         lists_commands=benchmark != "eb_manipulation",  # the scene's skills must be matched word by word
-        compiling=COMPILING[benchmark],
+        compiler_instructions=COMPILING[benchmark],
     )
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, model_validator
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imports
+from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imported_version
+from runtime.parsing import without_newlines
 from runtime.settings import Settings
-from runtime.told import without_newlines
 
 if TYPE_CHECKING:
     import gymnasium
@@ -308,5 +308,5 @@ GYMNASIUM = EnvSpec(
     expert=False,
     packages=("gymnasium",),
     extra="gym",
-    probes=lambda: [Probe("gymnasium", partial(imports, "gymnasium"), core=False)],
+    probes=lambda: [Probe("gymnasium", partial(imported_version, "gymnasium"), core=False)],
 )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import Field, NonNegativeInt
 
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
+from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.sequences import SequenceSettings, sequences
-from envs.household.trajectories import HouseholdReader
 from envs.household.world import Game, State
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, last_view
 

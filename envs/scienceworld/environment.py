@@ -12,10 +12,10 @@ from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.scienceworld.agentsquare import VARIATIONS
+from envs.scienceworld.command_reader import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in, straighten
 from envs.scienceworld.prompts import COMPILING, INSTRUCTIONS
 from envs.scienceworld.simulator import Simulator, java_path, require_package
-from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in, straighten
-from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
+from envs.spec import EnvSettings, EnvSpec, NotInstalled, Probe, Splits, WorkerSpec, imported_version
 from runtime.settings import PathName
 
 Admissible = Literal["none", "valid"]
@@ -356,11 +356,11 @@ def _splits(settings: ScienceWorldSettings) -> Splits:
 
 def start_java() -> str:
     """Import the package and query Java's version."""
-    version = imports("scienceworld")
+    version = imported_version("scienceworld")
     try:
         command = [java_path(), "-version"]
     except ModuleNotFoundError as error:
-        raise Missing(str(error)) from error
+        raise NotInstalled(str(error)) from error
     java = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     if java.returncode != 0:
         raise RuntimeError(f"Java does not start: {java.stderr.strip()[:200]}")
@@ -381,6 +381,6 @@ SCIENCEWORLD = EnvSpec(
     probes=lambda: [Probe("scienceworld", start_java, core=False)],
     refusals=("No known action matches", "Unknown action", "It's not clear how to"),
     instructions=INSTRUCTIONS,
-    compiling=COMPILING,
+    compiler_instructions=COMPILING,
     reader=ScienceWorldReader(),
 )

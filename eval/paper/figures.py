@@ -17,8 +17,8 @@ from compiler.hf import MemoryCompiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
-from data_gen.memories import open_memory
-from envs.registry import compiler_told, executor_told
+from data_gen.memory_factory import open_memory
+from envs.registry import compiler_instructions_for, executor_instructions_for
 from eval.paper import latents
 from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
 from eval.paper.render import write
@@ -88,7 +88,7 @@ class Replay:
     @cached_property
     def executor(self) -> FrozenExecutor:
         settings = self.config.executor.model_copy(update={"mode": "choice"})
-        return load_frozen(settings, executor_told(self.config.env))
+        return load_frozen(settings, executor_instructions_for(self.config.env))
 
     @cached_property
     def compiler(self) -> MemoryCompiler:
@@ -96,7 +96,7 @@ class Replay:
         if self.config.compiler.checkpoint is None:
             raise ConfigError("the compiler must recompute the soft tokens: set compiler.checkpoint")
         settings = self.config.compiler.model_copy(update={"engine": "hf"})
-        return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
+        return load_compiler(settings, self.executor, self.config.seed, compiler_instructions_for(self.config.env))
 
     def memory(self, episode: Episode, t: int) -> tuple[MemoryEntry, ...]:
         """Return the entries recalled at step t. Raises: BankError, KeyError, if the bank lacks one."""

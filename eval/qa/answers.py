@@ -26,11 +26,11 @@ from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
 from eval.qa.readers import ABSTAIN, EndpointReader, Reader, VllmReader, build_prompt, render_pack
 from eval.qa.retrievers import Evidence, Retriever, open_retriever
 from eval.qa.summary import failure_line, failure_reason, summarise, to_markdown
-from lm.ledger import Answer
-from memory.protocol import Costs
+from lm.answer_cache import Answer
+from memory.protocol import TokenCosts
 from memory.registry import RESPONSES
 from memory.words import word_tokens
-from runtime.attempts import ATTEMPTS, Attempts
+from runtime.attempts import ATTEMPTS, RetriedResults
 from runtime.progress import progress
 from runtime.store import JsonLines, to_json, write_atomically
 
@@ -150,11 +150,11 @@ def answer_questions(
         raise ValueError(f"{out} holds answers of {found}: name another folder for {wanted}")
     write_atomically(path, wanted)
     lines = JsonLines(out / ANSWERS, ("id", "answer", "failed"))
-    rows = Attempts(lines, itemgetter("id"), attempts, failure_reason)
+    rows = RetriedResults(lines, itemgetter("id"), attempts, failure_reason)
     answered = set(rows.load())
     chosen = select_questions(sets, run.limit)
     count = lru_cache(2**14)(lambda text: reader.count((f"{text}\n",))) if run.counted else word_tokens
-    costs = Costs(count, run.picture)
+    costs = TokenCosts(count, run.picture)
     with progress("questions", sum(map(len, chosen.values())), len(answered)) as advance:
         for n, each in enumerate(sets):
             left = [q for q in chosen[each.id] if q.id not in answered]
@@ -210,7 +210,7 @@ def _answer_batch(
     for question, pack, got, log_prob in zip(batch, packs, answers, log_probs, strict=True):
         answer = got if isinstance(got, Answer) else None
         text, shown = answer.text if answer else "", render_pack(pack.texts, pack.pictures)
-        estimated = Evidence.of(pack.texts, (), Costs(picture=picture), pack.pictures).tokens
+        estimated = Evidence.of(pack.texts, (), TokenCosts(picture=picture), pack.pictures).tokens
         yield {
             "id": question.id,
             "category": question.category,

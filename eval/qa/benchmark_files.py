@@ -11,7 +11,7 @@ from data_gen.questions.records import Question, QuestionSet
 from envs.base import Task
 from eval.qa.locomo import PICTURES, picture_of, read_locomo
 from memory.protocol import Record, Trace
-from runtime.told import parse_json, typed
+from runtime.parsing import check_types, parse_json
 
 QA, CONTEXT = "qa.jsonl", "qa_context.json"  # EMemBench's two files of an episode
 UNANSWERABLE = "not answerable"  # EMemBench's gold answer of a question without an answer
@@ -101,7 +101,7 @@ def _resolve_pictures(questions: QuestionSet, folder: Path) -> QuestionSet:
     the folder."""
 
     def resolve(record: Record) -> Record:
-        if not typed(record).picture or "://" in record.picture:
+        if not check_types(record).picture or "://" in record.picture:
             return record
         whole = (folder / record.picture).resolve()
         if not whole.is_relative_to(folder.resolve()):

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.models import model_path
 from eval.qa.readers import MAX_TOKENS, Prompt, chat_ids, parse_answer, text_of
+from lm.answer_cache import Answer
 from lm.attention import share_heads
 from lm.backbone import Backbone, load_backbone
 from lm.device import device_of, dtype_of
-from lm.ledger import Answer
-from lm.prompt import Part
-from lm.replies import answer_text
+from lm.prompt import PromptPart
+from lm.reply_cleaning import clean_reply
 
 
 @dataclass(slots=True)
@@ -130,7 +130,9 @@ class HfVisionReader:
 
     def _encode(self, prompt: Prompt) -> Any:
         """Encode a prompt; return None if the chat template drops a part of it."""
-        parts = [Part(text=part) if isinstance(part, str) else Part(image=_decode_png(part)) for part in prompt]
+        parts = [
+            PromptPart(text=part) if isinstance(part, str) else PromptPart(image=_decode_png(part)) for part in prompt
+        ]
         try:
             return self.backbone.encode(parts)
         except ValueError:
@@ -171,5 +173,5 @@ def _decode_png(png: bytes) -> Image.Image:
 
 def is_complete(generated: str) -> bool:
     """Return whether the first line after any reasoning is complete."""
-    answer = answer_text(generated)
+    answer = clean_reply(generated)
     return bool(answer) and ("\n" in answer or "\n" in generated[len(generated.rstrip()) :])

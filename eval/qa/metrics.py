@@ -11,7 +11,7 @@ import string
 from collections import Counter
 
 from memory.stemming import stem
-from memory.words import folded
+from memory.words import fold_text
 
 ABSTAINED = ("not mentioned", "no information available")
 _COMMA = re.compile("[,，、،]")
@@ -19,7 +19,7 @@ _SMOOTHED = 0.1  # matches counted if there are none (nltk's smoothing method 1)
 
 
 def tokens_of(text: str) -> list[str]:
-    return re.sub(r"[.,!?]", " ", folded(str(text))).split()
+    return re.sub(r"[.,!?]", " ", fold_text(str(text))).split()
 
 
 def set_f1(answer: str, gold: str) -> float:
@@ -59,7 +59,7 @@ def _stem_f1(answer: str, gold: str) -> float:
 
 
 def _stems(text: str) -> list[str]:
-    plain = folded(str(text)).translate(str.maketrans("", "", string.punctuation))
+    plain = fold_text(str(text)).translate(str.maketrans("", "", string.punctuation))
     return [stem(word) for word in re.sub(r"\b(a|an|the|and)\b", " ", plain).split()]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.models import EndpointConfig, VllmEngine, model_path
-from lm.answers import estimate
+from lm.answer_cache import Answer, EndpointStop
 from lm.endpoint import Endpoint, user_message
-from lm.ledger import Answer, EndpointStop
-from lm.marks import marks_of
-from lm.replies import answer_text
+from lm.reply_cleaning import clean_reply
+from lm.responses import estimate_tokens
+from lm.special_tokens import special_tokens_of
 
 Prompt = tuple[str | bytes, ...]
 """Texts and pictures (PNG) in reading order."""
@@ -80,7 +80,7 @@ def text_of(prompt: Prompt) -> str:
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     """Tokenise a prompt as a user turn if the model has a chat template (which adds the first token itself)."""
-    marks = marks_of(tokenizer)
+    marks = special_tokens_of(tokenizer)
     prompt = marks.hide(prompt)
     if not getattr(tokenizer, "chat_template", None):
         return [*tokenizer("")["input_ids"], *marks.encode(prompt)]
@@ -90,7 +90,7 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 def parse_answer(generated: str, tokens_in: int, tokens_out: int) -> Answer | None:
     """Return the first line after any reasoning; None if a model generated reasoning only."""
-    text = next((line.strip() for line in answer_text(generated).splitlines() if line.strip()), "")
+    text = next((line.strip() for line in clean_reply(generated).splitlines() if line.strip()), "")
     return Answer(text, tokens_in, tokens_out) if text or not generated.strip() else None
 
 
@@ -131,7 +131,7 @@ class VllmReader:
 
 @dataclass(slots=True)
 class EndpointReader:
-    """A reader behind an endpoint, with or without pictures; its token counts are estimates (`lm.answers`)."""
+    """A reader behind an endpoint, with or without pictures; its token counts are estimates (`lm.responses`)."""
 
     name: str
     endpoint: Endpoint
@@ -153,4 +153,4 @@ class EndpointReader:
         return [None] * len(prompts)
 
     def count(self, shown: Prompt) -> int:
-        return estimate([user_message(*shown)])
+        return estimate_tokens([user_message(*shown)])

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from configs.collect import MemoryConfig, MemoryModels
-from data_gen.memories import embedder, make_memory, open_memory
+from data_gen.memory_factory import embedder, initialise_memory, open_memory
 from data_gen.questions.records import Question, QuestionSet
 from memory.bm25 import BM25, Scores
-from memory.protocol import ESTIMATED, Costs, MemorySystem, Query, Trace
+from memory.protocol import ESTIMATED, MemorySystem, Query, TokenCosts, Trace
 from memory.registry import RESPONSES, names
 from memory.retrieval import Embed
 from memory.s3mem.index import RRF
@@ -40,7 +40,11 @@ class Evidence:
 
     @classmethod
     def of(
-        cls, texts: Sequence[str], pointers: Iterable[str], costs: Costs, pictures: Sequence[tuple[bytes, ...]] = ()
+        cls,
+        texts: Sequence[str],
+        pointers: Iterable[str],
+        costs: TokenCosts,
+        pictures: Sequence[tuple[bytes, ...]] = (),
     ) -> Evidence:
         """Create evidence with its token count."""
         tokens = sum(map(costs.text, texts)) + costs.picture * sum(map(len, pictures))
@@ -63,7 +67,7 @@ def open_retriever(
     *,
     facts: bool = False,
     models: MemoryModels | None = None,
-    costs: Costs = ESTIMATED,
+    costs: TokenCosts = ESTIMATED,
 ) -> Retriever:
     """Open a retriever over the histories of a question set.
 
@@ -94,12 +98,12 @@ def open_retriever(
 # memory systems -------------------------------------------------------------------------------------------------------
 
 
-def _memory_retriever(config: MemoryConfig, histories: Sequence[Trace], folder: Path, costs: Costs) -> Retriever:
+def _memory_retriever(config: MemoryConfig, histories: Sequence[Trace], folder: Path, costs: TokenCosts) -> Retriever:
     """Commit whole histories to a system that returns pointers; to any other system, each record as its own history,
     with the record's id as task id."""
     memory = _filled_memory(config, histories, folder / "whole")
     first = next((record.action for trace in histories for record in trace.records), "")
-    if not any(memory.recall([Query.question(first, MAX_ENTRIES)])[0].pointers):
+    if not any(memory.recall([Query.question(first, MAX_ENTRIES)])[0].record_ids):
         records = [part for trace in histories for part in _split_records(trace)]
         memory = _filled_memory(config, records, folder / "records")
         return lambda question, tokens: _recall_within(memory, question, tokens, costs)
@@ -107,14 +111,14 @@ def _memory_retriever(config: MemoryConfig, histories: Sequence[Trace], folder: 
     def retrieve(question: Question, tokens: int) -> Evidence:
         [recalled] = memory.recall([Query.question(question.text, tokens, question.id, costs=costs)])
         texts, shown = [e.text for e in recalled.entries], [e.images if costs.picture else () for e in recalled.entries]
-        return Evidence.of(texts, (p for ids in recalled.pointers for id in ids for p in id.split()), costs, shown)
+        return Evidence.of(texts, (p for ids in recalled.record_ids for id in ids for p in id.split()), costs, shown)
 
     return retrieve
 
 
 def _filled_memory(config: MemoryConfig, histories: Sequence[Trace], folder: Path) -> MemorySystem:
     memory = open_memory(config, folder)
-    make_memory(memory)
+    initialise_memory(memory)
     memory.commit([[trace] for trace in histories])
     return memory
 
@@ -128,7 +132,7 @@ def _split_records(trace: Trace) -> list[Trace]:
     ]
 
 
-def _recall_within(memory: MemorySystem, question: Question, tokens: int, costs: Costs) -> Evidence:
+def _recall_within(memory: MemorySystem, question: Question, tokens: int, costs: TokenCosts) -> Evidence:
     """Recall as many entries as fit the budget, by bisection over their number."""
     low, high, best = 0, MAX_ENTRIES, Evidence((), frozenset(), 0.0)
     while low < high:
@@ -148,7 +152,7 @@ def _recall_within(memory: MemorySystem, question: Question, tokens: int, costs:
 
 
 def _baseline_retriever(
-    make_scorer: Callable[[Sequence[EventUnit]], Scorer], histories: Sequence[Trace], costs: Costs
+    make_scorer: Callable[[Sequence[EventUnit]], Scorer], histories: Sequence[Trace], costs: TokenCosts
 ) -> Retriever:
     """Return records by rank, up to the first that does not fit the budget."""
     units = [unit for trace in histories for unit in write_units(trace)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.intervals import bootstrap_mean
 from eval.table import markdown_table
-from runtime.attempts import broken_facts
+from runtime.attempts import failure_counts
 
 SCORES = ("f1", "bleu_1", "locomo")
 
@@ -32,7 +32,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "n": len(rows),
         "failed": sum(row["failed"] for row in rows),
-        "broken": broken_facts((row["id"], failure_reason(row), row.get("broken", ())) for row in rows),
+        "broken": failure_counts((row["id"], failure_reason(row), row.get("broken", ())) for row in rows),
         "by_category": {
             c: {"n": len(of), **(scored(of) or {})}
             for c in categories

@@ -18,20 +18,20 @@ from statistics import fmean
 from typing import ClassVar
 
 from agent.deliveries import find
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.records import Episode, EpisodeContext
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.experience import filled_bank
-from data_gen.tasks import chosen_tasks, specs_for
-from envs.household.trajectories import subgoals, taken
-from envs.registry import Environments, evaluation_split, reader_of
-from envs.scienceworld.trajectories import ROOMS, TELEPORT, destination, is_harmless
+from data_gen.experience import open_experience_bank
+from data_gen.tasks import episode_specs, select_tasks
+from envs.household.command_reader import first_taken, subgoals
+from envs.registry import Environments, command_reader_for, evaluation_split
+from envs.scienceworld.command_reader import ROOMS, TELEPORT, destination, is_harmless
 from eval.intervals import bootstrap_mean
 from eval.metrics import grouped, paired_difference, succeeded
 from eval.table import interval, markdown_table, points
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Grounding, Reads
+from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding
 from runtime.store import to_json, write_atomically
 
 DELIVERIES = ("none", "expert_compiler", "expert_random_entry")
@@ -44,7 +44,7 @@ def search_homes(request: ExecutorRequest, plan: Sequence[str], draw: random.Ran
 
     Follow guidance, open a closed place after arriving there, or go to an unvisited place.
     """
-    fact, commands = taken(plan), request.admissible or ()
+    fact, commands = first_taken(plan), request.admissible or ()
     if fact is None or plan[0].startswith("take ") or subgoals(plan)[0] != f"find {fact[0]}":
         return None
     if (guidance := request.delivered.guidance) in commands:
@@ -85,7 +85,7 @@ class SearchingExecutor:
     search: Search
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = PAPER
+    reads: ExecutorView = PAPER_VIEW
 
     def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
         actions = []
@@ -155,12 +155,12 @@ def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[
         raise SystemExit(f"env.name={name} has no scripted search; choose one of {', '.join(SEARCHES)}")
     played: dict[str, list[Episode]] = {delivery: [] for delivery in DELIVERIES}
     with Environments(config.env) as envs:
-        tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
-        specs = specs_for(tasks, filled_bank(config, envs, experience, out), config.memory.k)
-        limits = Limits(max(BUDGETS[name]), config.seed)
+        tasks, experience = select_tasks(config, envs, config.split or evaluation_split(config.env))
+        specs = episode_specs(tasks, open_experience_bank(config, envs, experience, out), config.memory.k)
+        limits = EpisodeLimits(max(BUDGETS[name]), config.seed)
         for delivery, episodes in played.items():
             for seed in seeds:
-                playable = find(delivery).make(None, seed, reader_of(config.env))
+                playable = find(delivery).create(None, seed, command_reader_for(config.env))
                 executor = SearchingExecutor(seed, SEARCHES[name])
                 episodes += run_episodes(envs.lease, specs, playable, executor, limits, config.concurrency)
     return played

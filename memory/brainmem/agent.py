@@ -17,8 +17,8 @@ from memory.brainmem import rules
 from memory.brainmem.episodic import Topic
 from memory.brainmem.semantic import Experience
 from memory.protocol import Trace
-from memory.registry import Ask
-from runtime.told import json_object
+from memory.registry import ChatFunction
+from runtime.parsing import parse_json_object
 
 REFLECTION, EXPERIENCE, GUIDELINE = "reflection", "experience", "guideline"  # roles, in the endpoint's accounts
 REFLECTION_TOKENS, EXPERIENCE_TOKENS, GUIDELINE_TOKENS = 128, 2048, 128
@@ -53,14 +53,14 @@ class EpisodeAnswers:
         self.failures[role] = self.failures.get(role, 0) + 1
 
 
-def reflection(trace: Trace, topic: Topic, ask: Ask | None) -> str:
+def reflection(trace: Trace, topic: Topic, ask: ChatFunction | None) -> str:
     """Reflect on an attempt (L3) by model, or by rule without a usable answer."""
     chat = _chat(_WON if trace.success else _LOST, _attempt_log(trace, topic))
     answer = ask(chat, REFLECTION, REFLECTION_TOKENS) if ask else ""
     return line(answer or "") or rules.reflection(trace, topic)
 
 
-def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> EpisodeAnswers:
+def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: ChatFunction) -> EpisodeAnswers:
     """Ask for reflections on all attempts (L3) and for the experience (L4), which is asked for twice if unusable."""
     answers = EpisodeAnswers(reflections=[reflection(trace, topic, ask) for trace in attempts])
     log = "\n\n".join(f"attempt {n}:\n{_attempt_log(trace, topic)}" for n, trace in enumerate(attempts, 1))
@@ -80,7 +80,7 @@ def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> Epis
 
 def read_experience(answer: str) -> dict[str, list[str]] | None:
     """Parse the lists of an experience from a chat model's answer; None if it has none of them."""
-    parsed = json_object(answer)
+    parsed = parse_json_object(answer)
     if parsed is None or not any(name in parsed for name in LISTS):
         return None
     return {name: _texts(parsed.get(name)) for name in LISTS}
@@ -92,7 +92,7 @@ def with_model_texts(experience: Experience, answers: Mapping[str, Any]) -> Expe
     return replace(experience, **{name: tuple(texts[name]) for name in LISTS if texts.get(name)})
 
 
-def ask_guideline(texts: Sequence[str], ask: Ask) -> str:
+def ask_guideline(texts: Sequence[str], ask: ChatFunction) -> str:
     """Ask for a sentence that summarises agreeing experiences (L5); "" without a usable answer."""
     return line(ask(_chat(_MERGE, "\n".join(f"- {text}" for text in texts)), GUIDELINE, GUIDELINE_TOKENS) or "")
 

@@ -15,7 +15,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 from envs.base import Task
-from envs.household.telling import Body, kind, moved, objects, room, summary, views
+from envs.household.observation_parser import (
+    AgentState,
+    goal_objects,
+    kind,
+    moved_object,
+    parse_places,
+    parse_room,
+    state_summary,
+)
 from memory.protocol import Record, Trace
 
 State = tuple[str, str]  # room, summary
@@ -58,19 +66,19 @@ class GraphPosition:
     """An attempt's current state in the graph, and the agent's body."""
 
     state: State
-    body: Body = field(default_factory=Body)
+    body: AgentState = field(default_factory=AgentState)
 
     @classmethod
     def start(cls, task: Task, first: str) -> GraphPosition:
         """Return s_0, whose summary includes the goal: only episodes of one instruction share it."""
-        return cls((task.scene, f"{task.goal} | {summary(first, Body())}"))
+        return cls((task.scene, f"{task.goal} | {state_summary(first, AgentState())}"))
 
     def after(self, record: Record) -> GraphPosition:
         """Return the position after a step; a refused step leaves it unchanged."""
         if record.refused:
             return self
         body = self.body.after(record.action, record.feedback)
-        return GraphPosition((self.state[0], summary(record.feedback, body)), body)
+        return GraphPosition((self.state[0], state_summary(record.feedback, body)), body)
 
 
 def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
@@ -228,13 +236,13 @@ def first_sights(attempts: Iterable[Trace]) -> Mapping[str, tuple[str, ...]]:
     for trace in attempts:
         for record in trace.records:
             for text in dict.fromkeys((record.observation, record.feedback)):
-                for view in views(text):
+                for view in parse_places(text):
                     seen = tuple(entity for entity in view.seen or () if entity not in shifted)
                     found.setdefault(view.at, seen)
-                shifted |= {moved(text)} - {""}
+                shifted |= {moved_object(text)} - {""}
     return found
 
 
 def topic_of(task: Task, first: str = "") -> Topic:
     """Return a task's retrieval features; `first` is its first observation."""
-    return Topic(task.scene, task.kind, objects(task, map(kind, room(first))))
+    return Topic(task.scene, task.kind, goal_objects(task, map(kind, parse_room(first))))

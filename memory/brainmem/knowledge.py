@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple
 
-from envs.household.trajectories import fetching
+from envs.household.command_reader import take_command
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
 from memory.brainmem.semantic import (
@@ -102,7 +102,7 @@ class Knowledge:
             facts = self.spatial.facts(topic.room, topic.objects, own=own) if with_facts else []
             lines = [f"In {topic.room}: {'; '.join(map(str, facts))}"] if facts else []
             made[SPATIAL] = [*lines, *SPATIAL_ADVICE]
-            fetched[SPATIAL] = tuple(fetching(f"{fact.thing} 1", fact.place) for fact in facts)
+            fetched[SPATIAL] = tuple(take_command(f"{fact.thing} 1", fact.place) for fact in facts)
         return {
             name: Section("\n".join([f"{name}:", *made[name]]), fetched.get(name, ()))
             for name in ORDER

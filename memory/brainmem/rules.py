@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from envs.household.telling import kind
-from envs.household.trajectories import PUT, TAKE, TREAT, USE
+from envs.household.command_reader import PUT, TAKE, TREAT, USE
+from envs.household.observation_parser import kind
 from memory.brainmem.episodic import Topic
 from memory.brainmem.semantic import Experience
 from memory.protocol import Record, Trace

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
-from envs.household.telling import summary
+from envs.household.observation_parser import state_summary
 from memory.brainmem import agent, overview, working
 from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, topic_of
 from memory.brainmem.knowledge import NAME, Knowledge, id_of
 from memory.brainmem.semantic import agreeing_texts
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
-from memory.entry import MemoryEntry, Provenance, Written
+from memory.entry import MemoryEntry, Provenance, WriteResult
 from memory.journal import JournalMemory, Row
 from memory.protocol import Graph, Query, Recall, Record, Table, Trace
-from memory.registry import Ask, MemorySpec, Tools
+from memory.registry import ChatFunction, MemorySpec, MemoryTools
 
 
 class BrainMem(JournalMemory):
@@ -38,13 +38,13 @@ class BrainMem(JournalMemory):
         path: str | Path,
         settings: BrainMemSettings | None = None,
         until: int | None = None,
-        ask: Ask | None = None,
+        ask: ChatFunction | None = None,
     ) -> None:
         super().__init__(path, until)
         self.settings, self._ask = settings or BrainMemSettings(), ask
         self._known = Knowledge(self.settings)
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         if self._ask is None or not self.settings.semantic.enabled:
             return super().commit(episodes)
         fresh = self._journal.unknown([Row(tuple(attempts), {}) for attempts in episodes])
@@ -53,9 +53,9 @@ class BrainMem(JournalMemory):
         finally:  # `_answered` learned rows before they were stored
             if self._known.episodes != len(self._journal):
                 self._known = Knowledge(self.settings)
-        return written + Written(0, len(episodes) - len(fresh))
+        return written + WriteResult(0, len(episodes) - len(fresh))
 
-    def _answered(self, row: Row, ask: Ask) -> Row:
+    def _answered(self, row: Row, ask: ChatFunction) -> Row:
         """Add the language model's answers about the next episode (L3 to L5) and learn it."""
         known, topic = self.knowledge, topic_of(row.attempts[0].task, row.attempts[0].first)
         answers = agent.ask_about_episode(row.attempts, topic, ask)
@@ -85,7 +85,7 @@ class BrainMem(JournalMemory):
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         known = self.knowledge
-        return [Recall(_context(known, query.task), made=True) for query in queries]
+        return [Recall(_context(known, query.task), generated=True) for query in queries]
 
     def session(self, query: Query, first: Recall) -> BrainSession:
         return BrainSession(query, first, self.settings)
@@ -143,7 +143,7 @@ class BrainSession:
         self._now = self._now or GraphPosition.start(self._task, observation)
         added = {"Retry Guidance": self._guidance(self._now.state), "Working Memory": self._working()}
         entries = [_entry(name, text, room=self._task.scene) for name, text in added.items() if text]
-        return Recall((*self._first.entries, *entries), made=True) if entries else self._first
+        return Recall((*self._first.entries, *entries), generated=True) if entries else self._first
 
     def _guidance(self, state: State) -> str:
         """Explain why the last attempt failed and list the actions refused in this state (section 3.2.3)."""
@@ -167,7 +167,7 @@ class BrainSession:
                 t=record.t,
                 action=record.action,
                 ok=not record.refused,
-                summary=summary(record.observation, before.body),
+                summary=state_summary(record.observation, before.body),
                 at=after.body.at,
                 holds=after.body.holds,
                 held_before=before.body.holds,
@@ -197,7 +197,7 @@ def _entry(
     return MemoryEntry(id_of(section) + own, text, provenance)
 
 
-def _open(path: Path, settings: BrainMemSettings, tools: Tools) -> BrainMem:
+def _open(path: Path, settings: BrainMemSettings, tools: MemoryTools) -> BrainMem:
     return BrainMem(path, settings, ask=tools.ask)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import log
 from typing import TYPE_CHECKING
 
-from memory.karma.units import Unit, letters
+from memory.karma.units import ObjectUnit, letters
 from memory.retrieval import unit_rows
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _STOP_WORDS = frozenset("a an the in on of to it is and or with from under at put find look examine some them".split())
 
 
-def _text_to_embed(unit: Unit) -> str:
+def _text_to_embed(unit: ObjectUnit) -> str:
     """Return a unit's text with the object's type instead of its name."""
     return unit.text.replace(unit.id, unit.type)
 
 
-def nearest(instruction: str, units: Sequence[Unit], k: int, embed: Embed | None = None) -> list[Unit]:
+def nearest(instruction: str, units: Sequence[ObjectUnit], k: int, embed: Embed | None = None) -> list[ObjectUnit]:
     """Return the k units with the smallest cosine distance to the instruction; break ties by the latest write, then
     by id."""
     if not units:

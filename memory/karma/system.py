@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import FloorPlan, Task, TaskSequence
-from envs.household.telling import deed, room
-from envs.household.trajectories import fetching
+from envs.household.command_reader import take_command
+from envs.household.observation_parser import parse_effect, parse_room
 from memory.entry import MemoryEntry, Provenance
 from memory.journal import JournalMemory
 from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
-from memory.karma.units import HAND, ShortTerm, Unit, ask_states, goal_words
+from memory.karma.units import HAND, ObjectUnit, ShortTerm, ask_states, goal_words
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
-from memory.registry import MemorySpec, Tools
+from memory.registry import MemorySpec, MemoryTools
 from memory.trajectory import one_line
 
 NAME = "karma"
@@ -32,13 +32,13 @@ STATES_TOKENS = 256
 
 
 @dataclass
-class Home:
+class HomeMemory:
     """Both memories of one world. `world` names it in entry ids, `scene` in texts."""
 
     world: str
     scene: str
     settings: KarmaSettings
-    tools: Tools
+    tools: MemoryTools
     plan: FloorPlan = field(default_factory=FloorPlan)
     short: ShortTerm = field(init=False)
     finished: int = 0  # tasks
@@ -56,7 +56,7 @@ class Home:
 
     def enter(self, observation: str) -> None:
         """Read the places from the first observation if there is no floor plan."""
-        if not self.plan.things and (places := room(observation)):
+        if not self.plan.things and (places := parse_room(observation)):
             self.plan = FloorPlan(dict.fromkeys(places))
             self.short.plan, self._graph = self.plan, None
 
@@ -69,23 +69,23 @@ class Home:
         self.finished += 1
         self.before = f"The task before was: {one_line(task.goal)} ({'done' if success else 'not done'})"
 
-    def units(self, goal: str) -> list[Unit]:
+    def units(self, goal: str) -> list[ObjectUnit]:
         """Return the k units nearest to an instruction, nearest first."""
         return nearest(goal, self.short.held(), self.settings.k, self.tools.embed) if self.settings.short else []
 
-    def entries(self, units: Sequence[Unit]) -> tuple[MemoryEntry, ...]:
+    def entries(self, units: Sequence[ObjectUnit]) -> tuple[MemoryEntry, ...]:
         """Return the entries of both memories and of the task before."""
         made = [self._entry(LONG, f"{self.world}/long", self.graph.text)] if self.settings.long else []
         made += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u) for u in units]
         made += [self._entry(BEFORE, f"{self.world}/{self.finished}", self.before)]
         return tuple(entry for entry in made if entry.text)
 
-    def _entry(self, source: str, id: str, text: str, unit: Unit | None = None) -> MemoryEntry:
+    def _entry(self, source: str, id: str, text: str, unit: ObjectUnit | None = None) -> MemoryEntry:
         """Create an entry. A unit's entry has the command that fetches its object, which teachers read."""
         task_id, actions = "", tuple[str, ...]()
         if unit is not None:
             task_id, _ = unit.written
-            actions = (fetching(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
+            actions = (take_command(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
         return MemoryEntry(f"{source}/{id}", text, Provenance(task_id, self.scene, "", "", True, actions, source))
 
 
@@ -95,10 +95,10 @@ def object_of(id: str) -> str:
 
 
 @dataclass
-class KarmaLife:
+class KarmaWorldSession:
     """KARMA's memory in one living world (`memory.protocol.ObjectLife`)."""
 
-    home: Home
+    home: HomeMemory
 
     @property
     def capacity(self) -> int:
@@ -109,7 +109,7 @@ class KarmaLife:
         return self.home.settings.short
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ObjectUnit]:
         return self.home.short.held()
 
     def unit_of(self, entry_id: str) -> str:
@@ -120,7 +120,7 @@ class KarmaLife:
 
     def end(self, trace: Trace) -> None:
         self.home.finish(trace.task, trace.success)
-        ask, part = self.home.tools.ask, self.home.tools.part
+        ask, part = self.home.tools.ask, self.home.tools.message_part
         if self.home.settings.states == "vlm" and ask is not None:
             short = self.home.short
             used = [unit for unit in short.held() if unit.source == "used" and unit.written[0] == trace.task.id]
@@ -138,7 +138,7 @@ class KarmaLife:
 class LivingSession:
     """One task in a living world. Only the first recall counts as a use of its units."""
 
-    home: Home
+    home: HomeMemory
     task: Task
     begun: bool = False
 
@@ -149,7 +149,7 @@ class LivingSession:
         for unit in () if self.begun else units:
             self.home.short.units.use(unit.id)
         self.begun = True
-        return Recall(self.home.entries(units), made=True)
+        return Recall(self.home.entries(units), generated=True)
 
     def observe(self, record: Record) -> None:
         self.home.observe(record, self.task)
@@ -160,7 +160,7 @@ class EpisodeSession:
     """One task in a world that is reset before it. The first step copies the memory, so that other sessions never see
     this one's observations."""
 
-    home: Home
+    home: HomeMemory
     task: Task
     first: Recall
     _own: LivingSession | None = None
@@ -185,27 +185,27 @@ class Karma(JournalMemory):
         path: str | Path,
         settings: KarmaSettings | None = None,
         until: int | None = None,
-        tools: Tools | None = None,
+        tools: MemoryTools | None = None,
     ) -> None:
         super().__init__(path, until)
-        self.settings, self._tools = settings or KarmaSettings(), tools or Tools()
-        self._scenes, self._folded = dict[str, tuple[Home, list[Trace]]](), 0
+        self.settings, self._tools = settings or KarmaSettings(), tools or MemoryTools()
+        self._scenes, self._folded = dict[str, tuple[HomeMemory, list[Trace]]](), 0
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         homes = [(query.task, self._home(query.task)) for query in queries]
-        return [Recall(home.entries(home.units(task.goal)), made=True) for task, home in homes]
+        return [Recall(home.entries(home.units(task.goal)), generated=True) for task, home in homes]
 
     def session(self, query: Query, first: Recall) -> EpisodeSession:
         return EpisodeSession(self._home(query.task), query.task, first)
 
-    def life(self, world: TaskSequence) -> KarmaLife:
+    def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
-        return KarmaLife(Home(world.id, world.scene, self.settings, self._tools, world.plan))
+        return KarmaWorldSession(HomeMemory(world.id, world.scene, self.settings, self._tools, world.plan))
 
     def at(self, version: int) -> Karma:
         return Karma(self.path, self.settings, version, self._tools)
 
-    def _known(self) -> dict[str, tuple[Home, list[Trace]]]:
+    def _known(self) -> dict[str, tuple[HomeMemory, list[Trace]]]:
         """Fold new rows; return each scene's memory and the traces behind it."""
         for row in self._journal.since(self._folded):
             for trace in row.attempts:
@@ -215,7 +215,7 @@ class Karma(JournalMemory):
             self._folded += 1
         return self._scenes
 
-    def _home(self, task: Task) -> Home:
+    def _home(self, task: Task) -> HomeMemory:
         """Return the memory of a task's scene without the task's own episodes."""
         home, traces = self._known().get(task.scene, (None, []))
         if home is not None and all(trace.task.id != task.id for trace in traces):
@@ -226,8 +226,8 @@ class Karma(JournalMemory):
                 _learn(home, trace)
         return home
 
-    def _empty(self, task: Task) -> Home:
-        return Home(one_line(task.scene), task.scene, self.settings, self._tools)
+    def _empty(self, task: Task) -> HomeMemory:
+        return HomeMemory(one_line(task.scene), task.scene, self.settings, self._tools)
 
     def tables(self) -> list[Table]:
         rows = [
@@ -247,7 +247,7 @@ class Karma(JournalMemory):
             yield from home.entries(home.short.held() if self.settings.short else [])
 
 
-def _learn(home: Home, trace: Trace) -> None:
+def _learn(home: HomeMemory, trace: Trace) -> None:
     """Fold an episode of a world that is reset before every task."""
     home.enter(trace.first)
     for id in dict.fromkeys(filter(None, map(object_of, trace.shown))):
@@ -256,12 +256,12 @@ def _learn(home: Home, trace: Trace) -> None:
     origins = dict[str, str]()
     for record in trace.records:
         home.observe(record, trace.task)
-        if (done := deed(record.feedback)) and done.verb == "take":
+        if (done := parse_effect(record.feedback)) and done.verb == "take":
             origins.setdefault(done.thing, done.place)
     home.short.reset_world(origins)
 
 
-def _open(path: Path, settings: KarmaSettings, tools: Tools) -> Karma:
+def _open(path: Path, settings: KarmaSettings, tools: MemoryTools) -> Karma:
     return Karma(path, settings, tools=tools)
 
 

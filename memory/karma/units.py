@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from envs.base import FloorPlan, Position
-from envs.household.telling import Body, Deed, deed, kind, views
+from envs.household.observation_parser import AgentState, StepEffect, kind, parse_effect, parse_places
 from memory.karma.cache import Cache, make_cache
 from memory.karma.settings import KarmaSettings
 from memory.protocol import Record
@@ -26,7 +26,7 @@ Moment = tuple[str, int]  # task, step
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ObjectUnit:
     """Place and states of an object. `id` is its name and cache key, `version` the number of its last write."""
 
     id: str  # such as "apple 1"
@@ -51,13 +51,13 @@ class Unit:
 _FACT = re.compile(r"([a-z]+ \d+) is (?:in ([a-z]+ \d+|hand)|([a-z ]+))")
 
 
-def read_unit(text: str) -> Unit | None:
+def read_unit(text: str) -> ObjectUnit | None:
     """Parse `Unit.text`; None for other text."""
     facts = [_FACT.fullmatch(part) for part in text.split("; ")]
     if not all(facts) or len({fact[1] for fact in facts if fact}) != 1:
         return None
     found = [fact for fact in facts if fact]
-    return Unit(found[0][1], found[0][2] or "", tuple(fact[3] for fact in found if fact[3]))
+    return ObjectUnit(found[0][1], found[0][2] or "", tuple(fact[3] for fact in found if fact[3]))
 
 
 def goal_words(goal: str) -> frozenset[str]:
@@ -76,19 +76,19 @@ class ShortTerm:
 
     settings: KarmaSettings
     plan: FloorPlan = field(default_factory=FloorPlan)
-    units: Cache[Unit] = field(init=False)
-    body: Body = field(default_factory=Body)
+    units: Cache[ObjectUnit] = field(init=False)
+    body: AgentState = field(default_factory=AgentState)
     _writes: int = 0
     _in_view: dict[str, str] = field(default_factory=dict)  # places of the objects listed since the agent arrived here
 
     def __post_init__(self) -> None:
         self.units = make_cache(self.settings)
 
-    def held(self) -> list[Unit]:
+    def held(self) -> list[ObjectUnit]:
         """List the cached units, oldest write first."""
         return sorted((unit for _, unit in self.units.items()), key=lambda unit: unit.version)
 
-    def get(self, id: str) -> Unit | None:
+    def get(self, id: str) -> ObjectUnit | None:
         return next((unit for unit in self.held() if unit.id == id), None)
 
     def observe(self, record: Record, task: str, named: frozenset[str]) -> None:
@@ -99,7 +99,7 @@ class ShortTerm:
         if self.body.at != body.at:
             self._in_view = {}
         moment = (task, record.t)
-        if done := deed(record.feedback):
+        if done := parse_effect(record.feedback):
             self._used(done, moment)
         for place, things in _listed(record.feedback):
             self._in_view |= dict.fromkeys(things, place)
@@ -109,20 +109,20 @@ class ShortTerm:
                 if self.settings.write == "all_seen" or (self.settings.write == "used+ooi" and kind(thing) in named):
                     self._seen(thing, place, moment)
 
-    def _used(self, done: Deed, moment: Moment) -> None:
+    def _used(self, done: StepEffect, moment: Moment) -> None:
         known = self.get(done.thing)
         states = known.states if known else ()
         if state := STATES.get(done.verb):
             states = (*(s for s in states if s not in (state, EXCLUDE.get(state))), state)
         here = known.place if known else self._in_view.get(done.thing, "")
         place = {"take": HAND, "put": done.place, "on": here, "off": here, "slice": here}.get(done.verb, HAND)
-        self._write(Unit(done.thing, place, states, source="used", written=moment))
+        self._write(ObjectUnit(done.thing, place, states, source="used", written=moment))
 
     def _seen(self, thing: str, place: str, moment: Moment) -> None:
         known = self.get(thing)
         source = known.source if known and known.place == place else "seen"
         states = known.states if known else ()
-        self._write(Unit(thing, place, states, source=source, written=moment))
+        self._write(ObjectUnit(thing, place, states, source=source, written=moment))
 
     def restate(self, id: str, states: Sequence[str]) -> None:
         """Replace the states of an object."""
@@ -131,12 +131,12 @@ class ShortTerm:
 
     def reset_world(self, origins: Mapping[str, str]) -> None:
         """Follow a reset of the world: moved objects return to their `origins` and states are cleared."""
-        self.body, self._in_view = Body(), {}
+        self.body, self._in_view = AgentState(), {}
         for unit in self.held():
             place = origins.get(unit.id, unit.place)
             self.units.revise(unit.id, replace(unit, place=place, states=(), position=self.plan.things.get(place)))
 
-    def _write(self, unit: Unit) -> None:
+    def _write(self, unit: ObjectUnit) -> None:
         self._writes += 1
         made = replace(unit, position=self.plan.things.get(unit.place), version=self._writes)
         self.units.write(unit.id, made)
@@ -149,7 +149,7 @@ class ShortTerm:
 
 
 def _listed(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    return ((view.at, view.seen) for view in views(text) if view.seen is not None)
+    return ((view.at, view.seen) for view in parse_places(text) if view.seen is not None)
 
 
 # by a model -----------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ may ask for."""
 
 
 def ask_states(
-    units: Sequence[Unit], records: Sequence[Record], ask: Callable[[str, str], str | None]
+    units: Sequence[ObjectUnit], records: Sequence[Record], ask: Callable[[str, str], str | None]
 ) -> Mapping[str, tuple[str, ...]]:
     """Ask a model for the states of objects after these steps (Fig. 10); unknown state words are ignored."""
     if not units:

@@ -24,7 +24,7 @@ NEAR = 5  # units
 Columns = dict[str, NDArray[np.float64]]
 TURN_FEATURES = frozenset({"own", "window", "actor", "bias"})
 """Features of dialogue turns. From further ones the router learns habits of the generated dialogues, which do not
-transfer to LoCoMo (docs/s3mem.md has the figures)."""
+transfer to LoCoMo (docs/experiments/s3mem.md has the figures)."""
 _CROSSED = (  # unit features that are crossed with the question's operations and kind
     "match",
     "first",

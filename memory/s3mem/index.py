@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory.bm25 import BM25, Scores
-from memory.protocol import ESTIMATED, Costs
+from memory.protocol import ESTIMATED, TokenCosts
 from memory.retrieval import Embed
 from memory.s3mem.anchors import Anchor, Vocabulary, matches_date, parse_question
 from memory.s3mem.settings import Channel, S3MemSettings
@@ -68,7 +68,7 @@ class UnitIndex:
         following[self.before[known]] = np.flatnonzero(known)
         return following
 
-    def score(self, question: str, anchor: Anchor | None = None, costs: Costs = ESTIMATED) -> QueryScores:
+    def score(self, question: str, anchor: Anchor | None = None, costs: TokenCosts = ESTIMATED) -> QueryScores:
         """Score all units for a question. `anchor`: the parsed question, if it is known already."""
         if anchor is None:
             anchor = parse_question(question, self.vocabulary) if self.settings.anchors else Anchor(question)
@@ -83,7 +83,7 @@ def event_of(unit: EventUnit) -> str:
 class QueryScores:
     """The scores of an index's units for one question, by channel."""
 
-    def __init__(self, index: UnitIndex, anchor: Anchor, costs: Costs = ESTIMATED) -> None:
+    def __init__(self, index: UnitIndex, anchor: Anchor, costs: TokenCosts = ESTIMATED) -> None:
         self.index, self.anchor, self.costs = index, anchor, costs
         self.terms = terms(anchor.text)
         self.own, self.window = index.own(self.terms), index.window(self.terms)

@@ -12,12 +12,12 @@ from itertools import groupby
 from typing import Any
 
 from memory.protocol import Trace
-from memory.registry import Ask
+from memory.registry import ChatFunction
 from memory.s3mem.anchors import MULTI_HOP, Anchor
 from memory.s3mem.rule_writer import add_relations, is_dialogue, record_ids, session_numbers
 from memory.s3mem.units import EventUnit, StateChange, unit_id
 from memory.trajectory import one_line
-from runtime.told import json_object, texts
+from runtime.parsing import parse_json_object, strings_in
 
 WRITER, ANCHORS = "memory_writer", "memory_anchors"  # roles in the endpoint's account
 STEPS, MAX_TOKENS = 20, 3000  # steps of one call, for histories without sessions; tokens of an answer
@@ -31,7 +31,7 @@ _ANCHOR = """What does this question about a history ask for? Answer with one JS
 when, where, who], "events": [...], "objects": [...], "places": [...], "sources": [who said or did it]}"""
 
 
-def write_units_json(attempts: Sequence[Trace], ask: Ask) -> dict[str, Any]:
+def write_units_json(attempts: Sequence[Trace], ask: ChatFunction) -> dict[str, Any]:
     """Have a model write the units of an episode's attempts; return JSON by attempt, with counts of failures."""
     failures, units = Counter[str](), dict[str, list[dict[str, Any]]]()
     for n, trace in enumerate(attempts):
@@ -67,12 +67,12 @@ def format_record(trace: Trace, i: int) -> str:
     return one_line(f"({record.when or f'step {record.t}'}) {text}")
 
 
-def _request_json(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
+def _request_json(ask: ChatFunction, text: str, role: str) -> dict[str, Any] | None:
     """Request a JSON object; repeat once if the answer is none."""
     for attempt in range(2):
         again = "" if not attempt else "\n\nThe last answer was no JSON object."
         answer = ask([{"role": "user", "content": text + again}], role, MAX_TOKENS)
-        if (value := json_object(answer)) is not None or answer is None:  # None: the endpoint has failed
+        if (value := parse_json_object(answer)) is not None or answer is None:  # None: the endpoint has failed
             return value
     return None
 
@@ -82,7 +82,7 @@ def _validate_unit(unit: Any, known: set[str], failures: Counter[str]) -> dict[s
     if not isinstance(unit, dict) or not isinstance(unit.get("event"), str) or not unit["event"].strip():
         failures["no_event"] += 1
         return None
-    cited = texts(unit.get("record_ids"))
+    cited = strings_in(unit.get("record_ids"))
     failures["unknown_record"] += sum(id not in known for id in cited)
     ids = [id for id in cited if id in known]
     if not ids:
@@ -91,7 +91,7 @@ def _validate_unit(unit: Any, known: set[str], failures: Counter[str]) -> dict[s
     listed = unit.get("changes") if isinstance(unit.get("changes"), list) else []
     changes = [list(map(str, each)) for each in listed or [] if isinstance(each, list) and len(each) == 3]
     text = lambda name: unit[name].strip() if isinstance(unit.get(name), str) else ""
-    objects = [thing.lower() for thing in texts(unit.get("objects"))]
+    objects = [thing.lower() for thing in strings_in(unit.get("objects"))]
     return {
         "event": unit["event"].strip(),
         "action": text("action"),
@@ -131,13 +131,13 @@ def merge_units(rules: Sequence[EventUnit], written: Sequence[Mapping[str, Any]]
     return add_relations(sorted(bare, key=lambda unit: (unit.order, unit.id)))
 
 
-def parse_with_model(question: str, by_rule: Anchor, ask: Ask) -> Anchor:
+def parse_with_model(question: str, by_rule: Anchor, ask: ChatFunction) -> Anchor:
     """Have a model parse a question; fields that it omits come from the rules."""
     answer = _request_json(ask, f"{_ANCHOR}\n\nQuestion: {question}", ANCHORS)
     if answer is None:
         return by_rule
-    named = lambda name: tuple(text.lower() for text in texts(answer.get(name))) or getattr(by_rule, name)
-    ops = frozenset(texts(answer.get("ops"))) or by_rule.ops
+    named = lambda name: tuple(text.lower() for text in strings_in(answer.get(name))) or getattr(by_rule, name)
+    ops = frozenset(strings_in(answer.get("ops"))) or by_rule.ops
     kind = answer["kind"] if answer.get("kind") in ("event", "state", "source") else by_rule.kind
     return replace(
         by_rule,

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from envs.household.telling import Body, views
+from envs.household.observation_parser import AgentState, parse_places
 from memory.protocol import Record, Trace
 from memory.s3mem.text import NUMBERED, STOP_WORDS, proper_names
 from memory.s3mem.units import REFUSED, EventUnit, StateChange, UnitOrigin, unit_id
 from memory.trajectory import trajectory_id
-from memory.words import shortened, words
+from memory.words import truncate_words, words
 
 RARE_WORDS = 5  # most rare words of a turn that count as its objects
 HELD = "held"
@@ -118,7 +118,7 @@ def session_numbers(records: Sequence[Record]) -> list[int]:
 class _WorldState:
     """The agent's position and the last known value of each state, from the steps so far."""
 
-    body: Body = field(default_factory=Body)
+    body: AgentState = field(default_factory=AgentState)
     room: str = ""
     known: dict[str, str] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ def _steps(trace: Trace) -> Iterator[EventUnit]:
     ids, world = record_ids(trace), _WorldState()
     for order, record in enumerate(trace.records):
         world.update_position(record)
-        changes, shown = world.changes(record), list(views(record.feedback))
+        changes, shown = world.changes(record), list(parse_places(record.feedback))
         seen = [entity for view in shown for entity in view.seen or ()]
         things = [*NUMBERED.findall(record.action), *seen, *(change.key.rpartition(".")[0] for change in changes)]
         verb = found[0] if (found := _VERB.match(record.action)) else ""
@@ -175,7 +175,7 @@ def _result(record: Record, parsed: bool) -> str:
     """Return the suffix for a refused action, or for feedback that no rule has parsed."""
     if record.refused:
         return REFUSED
-    feedback = shortened(record.feedback, _RESULT_WORDS)
+    feedback = truncate_words(record.feedback, _RESULT_WORDS)
     return f": {feedback}" if feedback and not parsed else ""
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
-from envs.household.telling import kind, objects
-from memory.entry import MemoryEntry, Written
+from envs.household.observation_parser import goal_objects, kind
+from memory.entry import MemoryEntry, WriteResult
 from memory.journal import Journal, Row
-from memory.protocol import ESTIMATED, Costs, Fixed, Query, Recall, Trace
-from memory.registry import Ask, MemorySpec, Tools
+from memory.protocol import ESTIMATED, FixedSession, Query, Recall, TokenCosts, Trace
+from memory.registry import ChatFunction, MemorySpec, MemoryTools
 from memory.retrieval import Embed
 from memory.s3mem.index import Candidate, UnitIndex
 from memory.s3mem.llm_writer import merge_units, parse_with_model, write_units_json
@@ -48,7 +48,7 @@ class S3Mem:
         path: str | Path,
         settings: S3MemSettings | None = None,
         until: int | None = None,
-        ask: Ask | None = None,
+        ask: ChatFunction | None = None,
         embed: Embed | None = None,
     ) -> None:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
@@ -58,15 +58,15 @@ class S3Mem:
 
     # writing ----------------------------------------------------------------------------------------------------------
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         rows = [Row(tuple(attempts), {}) for attempts in episodes]
         if self._ask is None or self.settings.writer != "llm":
             return self._journal.append(rows)
         fresh = self._journal.unknown(rows)
         answered = [Row(row.attempts, write_units_json(row.attempts, self._ask)) for row in fresh]
-        return self._journal.append(answered) + Written(0, len(rows) - len(fresh))
+        return self._journal.append(answered) + WriteResult(0, len(rows) - len(fresh))
 
-    def take_over(self, other: S3Mem) -> Written:
+    def merge_from(self, other: S3Mem) -> WriteResult:
         return self._journal.append(list(other._journal))
 
     @property
@@ -98,9 +98,9 @@ class S3Mem:
         else:
             picks = self._pack_goal(index, query.task, budget, query.k)
         entries = tuple(pick.unit.entry(how, pictures=query.costs.picture > 0) for pick in picks)
-        return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
+        return Recall(entries, record_ids=tuple(pick.unit.pointers for pick in picks))
 
-    def _pack(self, index: UnitIndex, question: str, budget: float, costs: Costs = ESTIMATED) -> list[Candidate]:
+    def _pack(self, index: UnitIndex, question: str, budget: float, costs: TokenCosts = ESTIMATED) -> list[Candidate]:
         """Pack the evidence for one question."""
         settings, scores = self.settings, index.score(question, costs=costs)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
@@ -112,7 +112,7 @@ class S3Mem:
         """Pack at most k units about where each of the goal's objects was last seen: of each object in turn the unit
         with most support, in the order of writing."""
         known = {kind(thing) for unit in index.units for thing in unit.objects}
-        wanted = sorted(objects(task, known)) or [task.goal]
+        wanted = sorted(goal_objects(task, known)) or [task.goal]
         packs = [self._pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
         ranked = [sorted(pack, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
         in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)
@@ -134,9 +134,9 @@ class S3Mem:
         self._scopes.move_to_end(key)
         return self._scopes[key]
 
-    def session(self, query: Query, first: Recall) -> Fixed:
+    def session(self, query: Query, first: Recall) -> FixedSession:
         """Return a session that recalls the same at every step: packs depend on the goal alone."""
-        return Fixed(first)
+        return FixedSession(first)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
         """Want no further attempt at a failed task."""
@@ -172,7 +172,7 @@ def _units_of_row(row: Row) -> list[EventUnit]:
     return [u for n, trace in enumerate(row.attempts) for u in merge_units(write_units(trace), written.get(str(n), []))]
 
 
-def _open(path: Path, settings: S3MemSettings, tools: Tools) -> S3Mem:
+def _open(path: Path, settings: S3MemSettings, tools: MemoryTools) -> S3Mem:
     return S3Mem(path, settings, ask=tools.ask, embed=tools.embed)
 
 

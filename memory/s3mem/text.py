@@ -8,7 +8,7 @@ import unicodedata
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS as STOP_WORDS
 
 from memory.stemming import stem
-from memory.words import folded, words
+from memory.words import fold_text, words
 
 NUMBERED = re.compile(r"\b([a-z]+ \d+)\b")  # an object of a text world: "mug 1"
 MONTHS = "january february march april may june july august september october november december".split()
@@ -27,7 +27,7 @@ def stems(text: str) -> list[str]:
 
 def terms(text: str) -> list[str]:
     """List stems, and each numbered object ("mug 1") as one more term."""
-    return [*stems(text), *NUMBERED.findall(folded(text))]
+    return [*stems(text), *NUMBERED.findall(fold_text(text))]
 
 
 def is_question(text: str) -> bool:
@@ -35,11 +35,11 @@ def is_question(text: str) -> bool:
 
 
 def mentions_time(text: str) -> bool:
-    return _TIME.search(folded(text)) is not None
+    return _TIME.search(fold_text(text)) is not None
 
 
 def mentions_number(text: str) -> bool:
-    return _NUMBER.search(folded(text)) is not None
+    return _NUMBER.search(fold_text(text)) is not None
 
 
 def proper_names(text: str) -> list[str]:
@@ -55,7 +55,7 @@ def name_key(name: str) -> str:
 
 def folded_dates(text: str) -> str:
     """Fold a text and rewrite dates such as 2023-05-08 or 2023年5月8日 as "8 may 2023"."""
-    return " ".join(_YEAR_FIRST.sub(_spell_date, folded(text)).split())
+    return " ".join(_YEAR_FIRST.sub(_spell_date, fold_text(text)).split())
 
 
 def _spell_date(date: re.Match[str]) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from envs.household.trajectories import fetching
+from envs.household.command_reader import take_command
 from memory.entry import MemoryEntry, Provenance
-from memory.pictures import at_hand, read_picture
-from memory.protocol import ESTIMATED, Costs
+from memory.pictures import existing_files, read_picture
+from memory.protocol import ESTIMATED, TokenCosts
 from memory.retrieval import encodable
 from memory.s3mem.text import NUMBERED
 from memory.trajectory import one_line
@@ -85,9 +85,9 @@ class EventUnit:
         what = self.raw if how == "chunk" or self.origin.kind == "turn" else _event_text(self)
         return f"{self.origin.actor}: {what}" if self.origin.actor else f"{self.place} {what}"
 
-    def cost(self, how: Representation = "full", costs: Costs = ESTIMATED) -> float:
+    def cost(self, how: Representation = "full", costs: TokenCosts = ESTIMATED) -> float:
         """Count the tokens of its rendering, and of its pictures for a reader that sees them."""
-        shown = costs.picture * len(at_hand(self.pictures)) if costs.picture else 0
+        shown = costs.picture * len(existing_files(self.pictures)) if costs.picture else 0
         return costs.text(self.rendered(how)) + shown
 
     def entry(self, how: Representation = "full", pictures: bool = False) -> MemoryEntry:
@@ -103,7 +103,7 @@ class EventUnit:
             actions=(*done, *self._take_commands()),
             source=NAME,
         )
-        images = tuple(map(read_picture, at_hand(self.pictures))) if pictures else ()
+        images = tuple(map(read_picture, existing_files(self.pictures))) if pictures else ()
         return MemoryEntry(self.id, self.rendered(how), provenance, images)
 
     def _take_commands(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class EventUnit:
         numbered = NUMBERED.fullmatch
         if self.origin.kind != "step" or self.changes or not numbered(self.place):
             return ()
-        return tuple(fetching(each, self.place) for each in self.objects if numbered(each) and each != self.place)
+        return tuple(take_command(each, self.place) for each in self.objects if numbered(each) and each != self.place)
 
 
 def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> str:

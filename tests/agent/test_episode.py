@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from agent.deliveries import Delivery, ShuffledSoft, find, recorded_step
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import compile_request, episode_from_json, executor_request
-from data_gen.rows import rows_of
+from data_gen.rows import episode_rows
 from envs.base import EnvironmentFailure
-from lm.ledger import EndpointStop
+from lm.answer_cache import EndpointStop
 from memory.protocol import BankError, Recall
 from runtime.errors import StopReason, is_failure
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
@@ -40,7 +40,9 @@ class Forgets:
 def run(specs, delivery=None, executor=None, **kwargs):
     recorder = Recorder()
     delivery = delivery or Delivery("compiled", "compiled", recorder)
-    return run_episodes(CountingEnv, specs, delivery, executor or recorder, Limits(max_steps=5), **kwargs), recorder
+    return run_episodes(
+        CountingEnv, specs, delivery, executor or recorder, EpisodeLimits(max_steps=5), **kwargs
+    ), recorder
 
 
 def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
@@ -137,7 +139,7 @@ def test_records_and_rows_ask_what_the_loop_asked(name):
     asked.compiled = []
     compile_ = asked.compile
     asked.compile = lambda requests: asked.compiled.extend(requests) or compile_(requests)
-    [episode], _ = run([spec(4)], find(name).make(asked, 0), asked)
+    [episode], _ = run([spec(4)], find(name).create(asked, 0), asked)
     back, memory = episode_from_json(json.loads(json.dumps(episode.to_json()))), spec(4).memory
     steps = [recorded_step(back, t, memory) for t in range(4)]
     asked.compiled = [replace(request, soft_on="always") for request in asked.compiled]  # which no prompt says
@@ -145,7 +147,7 @@ def test_records_and_rows_ask_what_the_loop_asked(name):
     if find(name).kind == "compiled":
         assert [compile_request(replace(step, emission=None)) for step in steps] == asked.compiled
     if name == "compiled_text":
-        rows = [row.step_input() for row in rows_of(back, by_id(memory))]
+        rows = [row.step_input() for row in episode_rows(back, by_id(memory))]
         made = [replace(executor_request(row, asked), admissible=COMMANDS) for row in rows]
         assert made == asked.seen
         texts = [[(e.id, e.text) for e in compile_request(row).memory] for row in rows]
@@ -174,7 +176,7 @@ class Planner(CountingEnv):
 
 def test_experts_in_other_processes_plan_side_by_side():
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
-    episodes = run_episodes(Planner, [spec(2), spec(2)], delivery, ExpertExecutor(), Limits(5), 2)
+    episodes = run_episodes(Planner, [spec(2), spec(2)], delivery, ExpertExecutor(), EpisodeLimits(5), 2)
     assert [episode.success for episode in episodes] == [True, True]
 
 
@@ -183,7 +185,7 @@ def test_an_environment_that_fails_while_it_plans_is_named():
         def expert(self):
             raise EnvironmentFailure("the planner is gone")
 
-    [episode] = run_episodes(Gone, [spec(2)], Delivery("expert", "none"), ExpertExecutor(), Limits(5))
+    [episode] = run_episodes(Gone, [spec(2)], Delivery("expert", "none"), ExpertExecutor(), EpisodeLimits(5))
     assert (episode.stop_reason, episode.error) == (StopReason.ENVIRONMENT_FAILURE, "the planner is gone")
 
 

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import BriefState, Create, Delete, Fold, Update
 from compiler.language import Emission, Kind
 from compiler.records import CompileRequest
 from data_gen.experience import collect_experience
-from data_gen.rows import rows_of
-from data_gen.tasks import specs_for
+from data_gen.rows import episode_rows
+from data_gen.tasks import episode_specs
 from envs.alfworld.environment import AlfworldEnvironment
 from envs.base import Environment, Task
+from envs.command_reader import CommandReader
+from envs.household.command_reader import AlfworldReader, HouseholdReader
 from envs.household.environment import HouseholdEnvironment
-from envs.household.trajectories import AlfworldReader, HouseholdReader
 from envs.household.world import KINDS
-from envs.trajectories import TrajectoryReader
 from executor.prompt import ExecutorRequest, MemoryBlock
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
@@ -31,7 +31,7 @@ from tests.memory.entries import by_id
 def played(env: Environment, tasks: list[Task], steps: int) -> list[Episode]:
     delivery = Delivery("teacher", "compiled", ExpertTeacher(reader=AlfworldReader()), soft=False)
     specs = [EpisodeSpec(task) for task in tasks]
-    return run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.3), Limits(steps), concurrency=1)
+    return run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.3), EpisodeLimits(steps), concurrency=1)
 
 
 def test_no_operation_fails_over_whole_household_episodes() -> None:
@@ -196,7 +196,7 @@ def test_the_control_says_what_an_entry_says_that_does_not_answer() -> None:
 def test_without_a_language_of_its_own_an_environment_has_its_recipes_followed() -> None:
     plan = ("press button 4", "pull lever", "leave")
     past = remembered("", "press button 1", "pull lever", "dance")
-    teacher = ExpertTeacher(reader=TrajectoryReader())
+    teacher = ExpertTeacher(reader=CommandReader())
     tell = lambda done, view="button 4": said((past,), view, plan[:done], plan=plan[done:], teacher=teacher)
     assert tell(0) == Emission("press button 4", "it began with press button 1")
     assert tell(0, "two buttons").guidance == ""  # which button, memory does not say
@@ -214,13 +214,13 @@ def test_rows_of_generated_homes_are_the_same_to_the_byte(entry, sha256: str, tm
     bank.write([])
     experience = env.tasks("train_experience")
     collect_experience(lambda: env, experience, bank, ExpertTeacher(reader=homes), round_size=1)
-    specs = specs_for(env.tasks("train"), bank, 4)
+    specs = episode_specs(env.tasks("train"), bank, 4)
     delivery = Delivery("teacher", "compiled", ExpertTeacher(entry, 0, homes), soft=False)
     hashed = hashlib.sha256()
     for spec, episode in zip(
-        specs, run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.15), Limits(20), 1), strict=True
+        specs, run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.15), EpisodeLimits(20), 1), strict=True
     ):
-        for row in rows_of(episode, by_id(spec.memory)):
+        for row in episode_rows(episode, by_id(spec.memory)):
             told = (row.goal, row.memory_ids, row.memory_texts, row.state, row.observation, row.history, row.emission)
             hashed.update(json.dumps([row.task_id, row.t, *told, row.action]).encode())
     assert hashed.hexdigest().startswith(sha256)

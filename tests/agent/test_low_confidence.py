@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from agent.deliveries import find, recorded_step
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.records import episode_from_json, executor_request
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from eval.matrix import cells
 from eval.metrics import summarise
-from executor.records import PAPER
+from executor.records import PAPER_VIEW
 from runtime.errors import StopReason
 from tests.fakes import CountingEnv, Recorder, spec
 
@@ -20,7 +20,7 @@ from tests.fakes import CountingEnv, Recorder, spec
 class Doubting(Recorder):
     """Reports a confidence by the step."""
 
-    reads = PAPER
+    reads = PAPER_VIEW
 
     def __init__(self, *sure):
         super().__init__()
@@ -28,14 +28,14 @@ class Doubting(Recorder):
 
     def act(self, requests):
         return [
-            replace(made, sure=self.sure[len(r.history)])
+            replace(made, confidence=self.sure[len(r.history)])
             for made, r in zip(super().act(requests), requests, strict=True)
         ]
 
 
 def play(executor, steps=3, **limits):
-    delivery = find("compiled_unsure").make(executor, 0)
-    [episode] = run_episodes(CountingEnv, [spec(steps)], delivery, executor, Limits(5, **limits))
+    delivery = find("compiled_low_confidence").create(executor, 0)
+    [episode] = run_episodes(CountingEnv, [spec(steps)], delivery, executor, EpisodeLimits(5, **limits))
     return episode
 
 
@@ -43,7 +43,7 @@ def test_a_confident_executor_acts_without_a_compiler():
     executor = Doubting(0.5, 0.95, 0.2)
     episode = play(executor)
     assert [step.emission_kind for step in episode.steps] == ["HYBRID", "", "BRIEF"]
-    assert [step.sure for step in episode.steps] == [0.5, 0.95, 0.2]
+    assert [step.confidence for step in episode.steps] == [0.5, 0.95, 0.2]
     # The last emission tells this executor nothing: what it would read once more, it has answered.
     told = [(len(r.history), r.delivered.guidance) for r in executor.seen]
     assert told == [(0, ""), (0, "go north"), (1, ""), (2, "")]
@@ -59,9 +59,9 @@ def test_a_confident_executor_acts_without_a_compiler():
 
 def test_the_confidence_threshold_is_a_setting_between_the_deliveries_none_and_compiled():
     sometimes = (0.5, 0.95, 0.2)
-    assert not any(step.emission_kind for step in play(Doubting(*sometimes), sure=0.1).steps)
-    assert all(step.emission_kind for step in play(Doubting(*sometimes), sure=1.0).steps)
-    assert load_config(EvalConfig, None, []).sure == Limits().sure
+    assert not any(step.emission_kind for step in play(Doubting(*sometimes), min_confidence=0.1).steps)
+    assert all(step.emission_kind for step in play(Doubting(*sometimes), min_confidence=1.0).steps)
+    assert load_config(EvalConfig, None, []).min_confidence == EpisodeLimits().min_confidence
 
 
 def test_its_record_says_what_the_executor_read():
@@ -69,12 +69,12 @@ def test_its_record_says_what_the_executor_read():
     back = episode_from_json(json.loads(json.dumps(play(executor).to_json())))
     read = [executor_request(recorded_step(back, t, spec(3).memory), executor) for t in range(3)]
     assert read == executor.seen[1:4]
-    assert [step.sure for step in back.steps] == [0.5, 0.95, 0.2]
+    assert [step.confidence for step in back.steps] == [0.5, 0.95, 0.2]
 
 
 def test_an_executor_without_confidence_is_refused():
     episode = play(Recorder())
-    assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "how sure it is" in episode.error
+    assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "reports no confidence" in episode.error
     for wrong in ("executor.mode=generate", "executor.engine=scripted"):
-        with pytest.raises(ConfigError, match="compiled_unsure needs an executor that reports"):
-            cells(load_config(EvalConfig, None, ["deliveries=[compiled_unsure]", wrong]))
+        with pytest.raises(ConfigError, match="compiled_low_confidence needs an executor that reports"):
+            cells(load_config(EvalConfig, None, ["deliveries=[compiled_low_confidence]", wrong]))

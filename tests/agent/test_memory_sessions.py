@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from agent.deliveries import Delivery, find, recorded_step
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.records import Episode, compile_request, episode_from_json, executor_request
-from data_gen.rows import rows_of
+from data_gen.rows import episode_rows
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Recall, Record
 from tests.fakes import CountingEnv, Recorder, spec
@@ -26,7 +26,7 @@ class Tally:
     def recall(self, observation: str) -> Recall:
         self.seen.append(observation)
         n = len(self.told)
-        return Recall((MemoryEntry(f"tally/{n}", f"{n} steps", Provenance("", "", "", "", True)),), made=True)
+        return Recall((MemoryEntry(f"tally/{n}", f"{n} steps", Provenance("", "", "", "", True)),), generated=True)
 
     def observe(self, record: Record) -> None:
         self.told.append(record)
@@ -36,7 +36,7 @@ def played(kind: str) -> tuple[Episode, Tally, Recorder]:
     tally, recorder = Tally(), Recorder()
     delivery = Delivery(kind, kind, recorder if kind == "compiled" else None)
     [episode] = run_episodes(
-        CountingEnv, [replace(spec(3), session=lambda: tally)], delivery, recorder, Limits(max_steps=5)
+        CountingEnv, [replace(spec(3), session=lambda: tally)], delivery, recorder, EpisodeLimits(max_steps=5)
     )
     return episode, tally, recorder
 
@@ -62,7 +62,7 @@ def test_a_record_tells_at_each_step_what_was_recalled(delivery: str) -> None:
     tally, recorder = Tally(), Recorder()
     played = Delivery(delivery, kind, recorder if kind == "compiled" else None, soft=False)
     specs = [replace(spec(3), session=lambda: tally)]
-    [episode] = run_episodes(CountingEnv, specs, played, recorder, Limits(max_steps=5))
+    [episode] = run_episodes(CountingEnv, specs, played, recorder, EpisodeLimits(max_steps=5))
     assert episode.memory_ids == ("tally/0",) and episode.memory_text == "0 steps"
     assert [step.memory_ids for step in episode.steps] == [None, ("tally/1",), ("tally/2",)]
     back = episode_from_json(json.loads(json.dumps(episode.to_json())))
@@ -72,7 +72,7 @@ def test_a_record_tells_at_each_step_what_was_recalled(delivery: str) -> None:
         assert [entry.text for entry in memory] == [f"{t} steps"] == [e.text for e in compile_request(step).memory]
         assert executor_request(step, recorder).delivered.memory == recorder.seen[t].delivered.memory
     if kind == "compiled":
-        assert [row.memory_texts for row in rows_of(back, {})] == [(f"{t} steps",) for t in range(3)]
+        assert [row.memory_texts for row in episode_rows(back, {})] == [(f"{t} steps",) for t in range(3)]
 
 
 def test_what_neither_bank_nor_record_holds_is_named() -> None:

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from agent.deliveries import Delivery, find, recorded_step
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.records import StepInput, delivered, episode_from_json, executor_request
 from compiler import checkpoint
 from compiler.brief_state import BriefState, Create
-from compiler.build import report_reading
+from compiler.build import warn_about_executor_inputs
 from compiler.language import Emission, Kind
 from configs.models import ExecutorConfig
-from data_gen.rows import rows_of
-from envs.spec import Told
-from executor.build import reads_of
+from data_gen.rows import episode_rows
+from envs.spec import ExecutorInstructions
+from executor.build import executor_view
 from executor.prompt import executor_text
-from executor.records import EVERYTHING, PAPER, Reads
+from executor.records import FULL_VIEW, PAPER_VIEW, ExecutorView
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 from tests.memory.entries import by_id
 
@@ -31,13 +31,13 @@ EMISSIONS = {
     Kind.NOACTION: Emission(),
 }
 STATE = BriefState("g").apply(Create("plan", "a; b"))
-READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always"), Reads(first_view=True)]
+READS = [PAPER_VIEW, FULL_VIEW, ExecutorView(state=True), ExecutorView(soft_on="always"), ExecutorView(first_view=True)]
 
 
 class Reader(Recorder):
     """Compiles soft tokens whose values are the step number."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: ExecutorView) -> None:
         super().__init__()
         self.reads = reads
 
@@ -48,7 +48,7 @@ class Reader(Recorder):
 
 @pytest.mark.parametrize("kind", EMISSIONS)
 @pytest.mark.parametrize("reads", READS, ids=str)
-def test_what_is_delivered_by_kind_and_setting(reads: Reads, kind: Kind) -> None:
+def test_what_is_delivered_by_kind_and_setting(reads: ExecutorView, kind: Kind) -> None:
     soft = torch.ones(4, 2)
     shown = delivered(StepInput("g", "see", state=STATE, emission=EMISSIONS[kind], soft=soft), Reader(reads))
     guided = kind in (Kind.EXPERIENCE, Kind.HYBRID)
@@ -59,22 +59,22 @@ def test_what_is_delivered_by_kind_and_setting(reads: Reads, kind: Kind) -> None
 
 def test_by_default_noaction_and_brief_leave_the_executor_without_memory() -> None:
     config = ExecutorConfig()
-    assert Reads(config.reads_state, config.soft_on, config.history) == PAPER == Reads()
-    alone = delivered(StepInput("g", "see"), Reader(PAPER))
+    assert ExecutorView(config.reads_state, config.soft_on, config.history) == PAPER_VIEW == ExecutorView()
+    alone = delivered(StepInput("g", "see"), Reader(PAPER_VIEW))
     for kind in (Kind.BRIEF, Kind.NOACTION):
         step = StepInput("g", "see", state=STATE, emission=EMISSIONS[kind], soft=torch.ones(4, 2))
-        assert delivered(step, Reader(PAPER)) == alone
+        assert delivered(step, Reader(PAPER_VIEW)) == alone
 
 
 @pytest.mark.parametrize("reads", READS, ids=str)
-def test_loop_records_and_rows_ask_alike_under_every_setting(reads: Reads) -> None:
+def test_loop_records_and_rows_ask_alike_under_every_setting(reads: ExecutorView) -> None:
     asked = Reader(reads)
-    [episode] = run_episodes(CountingEnv, [spec(4)], find("compiled").make(asked, 0), asked, Limits(5))
+    [episode] = run_episodes(CountingEnv, [spec(4)], find("compiled").create(asked, 0), asked, EpisodeLimits(5))
     assert [step.emission_kind for step in episode.steps] == ["HYBRID", "BRIEF", "BRIEF", "BRIEF"]
     heard = [True, False, False, False] if reads.soft_on == "guidance" else [True] * 4
     back = episode_from_json(json.loads(json.dumps(episode.to_json())))
     assert [step.soft_read for step in back.steps] == [step.soft_read for step in episode.steps] == heard
-    rows = rows_of(back, by_id(spec(4).memory))
+    rows = episode_rows(back, by_id(spec(4).memory))
     for t, seen in enumerate(asked.seen):
         again = executor_request(recorded_step(back, t, soft=torch.full((4, 2), float(t))), asked)
         row = executor_request(rows[t].step_input(4), asked)
@@ -87,33 +87,38 @@ def test_loop_records_and_rows_ask_alike_under_every_setting(reads: Reads) -> No
 
 def test_how_many_of_its_last_actions_it_is_shown_is_a_setting() -> None:
     for shown, did in ((0, ""), (2, "\ndid: b ; c"), (9, "\ndid: a ; b ; c")):
-        step, reader = StepInput("g", "see", history=("a", "b", "c")), Reader(Reads(history=shown))
+        step, reader = StepInput("g", "see", history=("a", "b", "c")), Reader(ExecutorView(history=shown))
         assert executor_text(executor_request(step, reader), "") == f"goal: g{did}\nsee: see"
 
 
 def test_the_first_view_stays_in_the_prompt_where_asked() -> None:
-    reader = Reader(Reads(first_view=True))
+    reader = Reader(ExecutorView(first_view=True))
     begin = StepInput("g", "a room", first="a room")
     later = StepInput("g", "a shelf", history=("a",), first="a room")
     shown = [executor_text(executor_request(step, reader), "") for step in (begin, later)]
     assert shown == ["goal: g\nsee: a room", "goal: g\nfirst: a room\ndid: a\nsee: a shelf"]
-    assert executor_text(executor_request(later, Reader(PAPER)), "") == "goal: g\ndid: a\nsee: a shelf"
-    assert reads_of(ExecutorConfig(first_view=True), Told("")).first_view and not PAPER.first_view
+    assert executor_text(executor_request(later, Reader(PAPER_VIEW)), "") == "goal: g\ndid: a\nsee: a shelf"
+    assert (
+        executor_view(ExecutorConfig(first_view=True), ExecutorInstructions("")).first_view
+        and not PAPER_VIEW.first_view
+    )
 
 
 def test_the_goal_ends_the_prompt_where_asked() -> None:
-    reader = Reader(Reads(first_view=True, goal_last=True))
-    step = StepInput("g", "see", history=("a",), first="a room", pasted="m")
+    reader = Reader(ExecutorView(first_view=True, goal_last=True))
+    step = StepInput("g", "see", history=("a",), first="a room", pasted_memory="m")
     assert executor_text(executor_request(step, reader), "") == "first: a room\nmemory:\nm\n\ndid: a\nsee: see\ngoal: g"
-    assert reads_of(ExecutorConfig(goal_last=True), Told("")).goal_last and not PAPER.goal_last
+    assert (
+        executor_view(ExecutorConfig(goal_last=True), ExecutorInstructions("")).goal_last and not PAPER_VIEW.goal_last
+    )
     with pytest.raises(ValueError, match="begin with the goal"):
         ExecutorConfig(goal_last=True, engine="scripted")
 
 
 def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
-    closed = Reader(EVERYTHING)
+    closed = Reader(FULL_VIEW)
     closed.accepts_soft = False
-    [episode] = run_episodes(CountingEnv, [spec(2)], Delivery("compiled", "compiled", closed), closed, Limits(5))
+    [episode] = run_episodes(CountingEnv, [spec(2)], Delivery("compiled", "compiled", closed), closed, EpisodeLimits(5))
     assert not any(request.delivered.n_soft for request in closed.seen) and not episode.steps[0].soft_read
 
 
@@ -128,23 +133,23 @@ class Asked(Reader):
 @pytest.mark.parametrize(
     ("delivery", "reads", "accepts", "said"),
     [
-        ("compiled", PAPER, True, "guidance"),
-        ("compiled", EVERYTHING, True, "always"),
-        ("compiled", EVERYTHING, False, "never"),
-        ("compiled_text", EVERYTHING, True, "never"),
-        ("compiled_shuffled_soft", PAPER, True, "always"),  # others read them
+        ("compiled", PAPER_VIEW, True, "guidance"),
+        ("compiled", FULL_VIEW, True, "always"),
+        ("compiled", FULL_VIEW, False, "never"),
+        ("compiled_text", FULL_VIEW, True, "never"),
+        ("compiled_shuffled_soft", PAPER_VIEW, True, "always"),  # others read them
     ],
 )
 def test_the_compiler_is_told_which_soft_tokens_are_read(delivery, reads, accepts, said) -> None:
     asked = Asked(reads)
     asked.accepts_soft = accepts
-    run_episodes(CountingEnv, [spec(2)], find(delivery).make(asked, 0), asked, Limits(5))
+    run_episodes(CountingEnv, [spec(2)], find(delivery).create(asked, 0), asked, EpisodeLimits(5))
     assert asked.soft_on == {said}
 
 
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
-    trained = checkpoint.executor_reading(tmp_path)
+    trained = checkpoint.executor_inputs(tmp_path)
     assert trained == {
         "reads_state": False,
         "soft_on": "guidance",
@@ -153,11 +158,11 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
         "goal_last": False,
     }
     with caplog.at_level(logging.WARNING):
-        report_reading(trained, ExecutorConfig(), "here")
-        report_reading({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")
+        warn_about_executor_inputs(trained, ExecutorConfig(), "here")
+        warn_about_executor_inputs({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")
         assert not caplog.records
-        report_reading(trained, ExecutorConfig(soft_on="always"), "runs/sft")
-        report_reading(None, ExecutorConfig(), "runs/old")
+        warn_about_executor_inputs(trained, ExecutorConfig(soft_on="always"), "runs/sft")
+        warn_about_executor_inputs(None, ExecutorConfig(), "runs/old")
     other, silent = [record.getMessage() for record in caplog.records]
     assert "runs/sft was trained with executor.reads_state=false executor.soft_on=guidance" in other
     assert "this run has executor.reads_state=false executor.soft_on=always" in other

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission, Kind
 from compiler.records import CompileRequest
 from data_gen.experience import collect_experience
-from data_gen.rows import rows_of
-from data_gen.tasks import specs_for
-from envs.scienceworld.trajectories import ScienceWorldReader, destination, rest_of_path, straighten
-from envs.trajectories import Fact
+from data_gen.rows import episode_rows
+from data_gen.tasks import episode_specs
+from envs.command_reader import Fact
+from envs.scienceworld.command_reader import ScienceWorldReader, destination, rest_of_path, straighten
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from tests.memory.entries import by_id
@@ -176,12 +176,14 @@ def test_rows_of_a_small_collection_hold_all_four_emission_kinds(env, tmp_path) 
     tasks = env.tasks("train")
     chosen = [[task for task in tasks if task.kind == kind] for kind in ("find-animal", "lifespan-shortest-lived")]
     collect_experience(lambda: env, [task for of in chosen for task in of[:2]], bank, teacher, round_size=1)
-    specs = specs_for([task for of in chosen for task in of[2:4]], bank, 4)
+    specs = episode_specs([task for of in chosen for task in of[2:4]], bank, 4)
     delivery = Delivery("teacher", "compiled", teacher, soft=False)
-    episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(40), 1)
+    episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), EpisodeLimits(40), 1)
     assert all(episode.success for episode in episodes)
     assert [step.op_errors for e in episodes for step in e.steps if step.op_errors] == []
-    assert {row.kind for e, s in zip(episodes, specs, strict=True) for row in rows_of(e, by_id(s.memory))} == set(Kind)
+    assert {row.kind for e, s in zip(episodes, specs, strict=True) for row in episode_rows(e, by_id(s.memory))} == set(
+        Kind
+    )
 
 
 @pytest.mark.slow

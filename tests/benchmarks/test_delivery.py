@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from typer.testing import CliRunner
 
 from agent.deliveries import find
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from benchmarks.serving.lower_bound import LowerBound, lower_bound
 from benchmarks.serving.scripted import DEFAULT_RECORD, Script, ScriptedStep, observation, read_script
 from benchmarks.serving.shapes import MODELS, create_pair, llama_config
@@ -118,7 +118,7 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
     compiled, static = (row(results, name, 1)["seconds"]["total"]["values"] for name in ("compiled", "static"))
     ratio = sum(compiled[1:]) / sum(static[1:])  # of the steady state: the first step stands apart
     assert results["ratio"]["compiled"]["hf x1"] == pytest.approx(ratio)
-    assert set(results["ratio"]) == {"compiled", "compiled_needed"} and set(results["ratio"]["compiled"]) == {
+    assert set(results["ratio"]) == {"compiled", "compiled_gated"} and set(results["ratio"]["compiled"]) == {
         "hf x1",
         "hf x2",
     }
@@ -129,7 +129,7 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
 def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple[str, dict[str, Any]]) -> None:
     _, results = measured
     assert [(r["engine"], r["episodes"], r["delivery"]) for r in results["rows"]] == [
-        ("hf", n, delivery) for n in (1, 2) for delivery in ("none", "static", "compiled", "compiled_needed")
+        ("hf", n, delivery) for n in (1, 2) for delivery in ("none", "static", "compiled", "compiled_gated")
     ]
     for found in results["rows"]:
         seconds = {name: found["seconds"][name]["values"] for name in found["seconds"]}
@@ -139,7 +139,7 @@ def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple
         for name, of in found["seconds"].items():
             assert of["first"] == seconds[name][0] and of["mean"] == pytest.approx(sum(seconds[name][1:]) / (STEPS - 1))
         compiled = [found["delivery"].startswith("compiled")] * STEPS
-        if found["delivery"] == "compiled_needed":
+        if found["delivery"] == "compiled_gated":
             compiled = [t == 0 or RECORD.index((step_at(t).emission, step_at(t).action)) != 1 for t in range(STEPS)]
             assert found["compiled"] == pytest.approx(sum(compiled[1:]) / (STEPS - 1))
         assert [first > 0 for first in seconds["emission"]] == compiled
@@ -202,7 +202,9 @@ def test_what_is_said_comes_from_a_run_or_a_file(tmp_path: Path) -> None:
     assert read_script(tmp_path / "mine.json") == [
         [ScriptedStep(".", "look"), ScriptedStep("+ a: b", "north")]
     ]  # one step is no episode
-    [played] = run_episodes(CountingEnv, [spec(3)], find("compiled").make(Recorder(), 0), Recorder(), Limits(5))
+    [played] = run_episodes(
+        CountingEnv, [spec(3)], find("compiled").create(Recorder(), 0), Recorder(), EpisodeLimits(5)
+    )
     (tmp_path / "episodes.jsonl").write_text(json.dumps(played.to_json()) + "\n")
     assert read_script(tmp_path) == [[ScriptedStep(step.emission_text, "north") for step in played.steps]]
     missing = {"nowhere": "does not exist", "bad.json": "does not hold steps", "no.json": "no compiled"}

@@ -17,8 +17,8 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolder
-from data_gen.collect import Collection, arrange, prepare, what_is_left
-from data_gen.ray_collect import CollectWorker, play_by
+from data_gen.collect import CollectionPlan, plan_collection, remaining_tasks, sort_record
+from data_gen.ray_collect import CollectWorker, play_with_pool
 from data_gen.rows import load_rows
 from envs.household.environment import EngineEnvironment
 from envs.registry import Environments
@@ -28,15 +28,15 @@ from eval.online import FOLDER
 from eval.runs import EpisodeRecord
 from eval.table import to_markdown
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from memory.bank import MemoryBank
-from runtime.attempts import Attempts, broken_line
+from runtime.attempts import RetriedResults, failure_summary
 from runtime.cluster import RaySettings
 from runtime.store import JsonLines
-from runtime.worker_pool import Crew
-from tests.fleets import HereFleet
+from runtime.worker_pool import WorkerPool
+from tests.worker_backends import InProcessBackend
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -182,19 +182,19 @@ def test_workers_of_a_cluster_follow_the_same_rules(tmp_path: Path, collected: l
     config = load_config(CollectConfig, "collect/quickstart", GAMES)
     run = RunFolder.create(tmp_path / "run", config)
 
-    def play(of: Collection, fleet: HereFleet) -> None:
-        todo = what_is_left(of)
-        with Crew(fleet, RaySettings(retries=0)) as crew:
-            play_by(crew, of, todo, 1)
-        arrange(todo[0], of)
+    def play(of: CollectionPlan, fleet: InProcessBackend) -> None:
+        todo = remaining_tasks(of)
+        with WorkerPool(fleet, RaySettings(retries=0)) as crew:
+            play_with_pool(crew, of, todo, 1)
+        sort_record(todo[0], of)
 
     with Environments(config.env) as envs:
-        of = prepare(config, envs, run)
+        of = plan_collection(config, envs, run)
         make = partial(CollectWorker, config, of.bank.path, of.bank.snapshot())
-        play(of, HereFleet(make, (1,), deaths={0: 0}))
+        play(of, InProcessBackend(make, (1,), deaths={0: 0}))
         lost = [row["stop_reason"] for row in rows(run.path)]
         assert lost.count("worker_failure") == 1
-        play(of, fleet := HereFleet(make, (1,)))
+        play(of, fleet := InProcessBackend(make, (1,)))
     assert len(fleet.begun) == 1 and whole(rows(run.path)) == whole(collected)
     assert sorted(len(row["broken"]) for row in rows(run.path)) == [0, 0, 0, 1]
 
@@ -205,7 +205,7 @@ def test_workers_of_a_cluster_follow_the_same_rules(tmp_path: Path, collected: l
 class Shaky:
     """Acts as the expert would, but for the requests that it fails at."""
 
-    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER
+    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER_VIEW
 
     def __init__(self, *fails: int) -> None:
         self.fails, self.asked = fails, 0
@@ -237,7 +237,7 @@ def config(protocol: str, **settings: Any) -> EvalConfig:
 
 
 def played(of: EvalConfig, out: Path, executor: Any = None) -> dict[str, Any]:
-    with ModelCache.holding(of, executor or Shaky(), None) as loaded:
+    with ModelCache.preloaded(of, executor or Shaky(), None) as loaded:
         return evaluate(Cell({}, of), out, loaded, "resume")
 
 
@@ -284,16 +284,16 @@ def test_an_evaluation_that_was_mended_is_the_one_without_an_outage(
 
 def fails_once(patch: pytest.MonkeyPatch, at: int) -> None:
     """Have the at-th recall of any session fail."""
-    from memory.protocol import Fixed
+    from memory.protocol import FixedSession
 
-    recall, asked = Fixed.recall, iter(range(1, 1_000))
+    recall, asked = FixedSession.recall, iter(range(1, 1_000))
 
     def failing(session: Any, observation: str) -> Any:
         if next(asked) == at:
             raise OSError("the memory's disk is gone")
         return recall(session, observation)
 
-    patch.setattr(Fixed, "recall", failing)
+    patch.setattr(FixedSession, "recall", failing)
 
 
 def test_a_stream_is_played_again_from_what_broke_on_and_a_kill_meanwhile_changes_nothing(
@@ -374,11 +374,11 @@ def test_results_and_tables_say_how_many_stayed_broken(tmp_path: Path, monkeypat
 # the record -----------------------------------------------------------------------------------------------------------
 
 
-def record(path: Path, *made: tuple[str, str, int], most: int = 3) -> Attempts[str]:
+def record(path: Path, *made: tuple[str, str, int], most: int = 3) -> RetriedResults[str]:
     """Write rows: name, cause, number of earlier attempts."""
     lines = JsonLines(path / "rows.jsonl")
     lines.append(*({"id": id, "cause": cause, "broken": ["x"] * earlier} for id, cause, earlier in made))
-    return Attempts(lines, lambda row: row["id"], most, lambda row: row["cause"])
+    return RetriedResults(lines, lambda row: row["id"], most, lambda row: row["cause"])
 
 
 def test_a_broken_row_is_missing_while_attempts_are_left_and_stays_until_it_is_replaced(tmp_path: Path) -> None:
@@ -402,6 +402,6 @@ def test_rows_that_are_there_twice_without_having_broken_are_not_hidden(tmp_path
 
 @pytest.mark.parametrize("cause", ["OSError: a\nb\tc", "E: " + "word " * 500])
 def test_a_cause_is_one_short_line(cause: str) -> None:
-    line = broken_line([("t", cause, ()), ("u", "", ())], 3, "episode_attempts")
+    line = failure_summary([("t", cause, ()), ("u", "", ())], 3, "episode_attempts")
     assert line.startswith("1 of 2 episodes broke") and "\n" not in line and len(line) < 600
-    assert broken_line([("u", "", ("x",))], 3, "episode_attempts") == ""
+    assert failure_summary([("u", "", ("x",))], 3, "episode_attempts") == ""

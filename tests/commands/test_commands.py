@@ -64,7 +64,13 @@ def check_results(path: Path, deliveries=DELIVERIES) -> dict:
 @pytest.mark.slow  # whichever is first waits for the quickstart, which both halves of the suite would make
 def test_quickstart_writes_results_report_and_plots(quickstart):
     results = check_results(quickstart / "results.json")
-    shown = {"compiled_unsure", "compiled_needed", "expert_compiler", "expert_random_entry", "compiled_shuffled_soft"}
+    shown = {
+        "compiled_low_confidence",
+        "compiled_gated",
+        "expert_compiler",
+        "expert_random_entry",
+        "compiled_shuffled_soft",
+    }
     assert shown <= set(results["results"])
     assert set(results["seconds"]) == {"collect", "sft", "grpo", "eval", "total"}
     page = (quickstart / "report.html").read_text()

@@ -28,7 +28,7 @@ from tests.waiting import lines, until
 
 ROOT = Path(__file__).parents[2]
 GAMES = ["env.scenes={train: 24, test: 1}", "limit=48", "concurrency=4"]
-ON_RAY = ["cluster=ray", "ray.unit=2"]
+ON_RAY = ["cluster=ray", "ray.batch_size=2"]
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
 PLAIN: dict[str, Any] = {
     "env": {"name": "household", "scenes": {"train": 2, "test": 3}},

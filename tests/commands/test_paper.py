@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.build import load_executor
 from memcompiler.cli import app
 
@@ -48,7 +48,7 @@ def checkpoint(folder: Path) -> Path:
 
     folder.mkdir()
     config = EvalConfig.model_validate(SMALL)
-    save_weights(folder, load_compiler(config.compiler, load_executor(config.executor, Told(""))))  # type: ignore[arg-type]
+    save_weights(folder, load_compiler(config.compiler, load_executor(config.executor, ExecutorInstructions(""))))  # type: ignore[arg-type]
     return folder
 
 

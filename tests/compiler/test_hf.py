@@ -85,7 +85,7 @@ def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
     requests = [a, b, replace(a, observation="You see nothing."), tiny_models.request(2, image=vlm), a, b]
     beginnings, rest = read_together(compiler, requests, monkeypatch)
     groups = [[compiler.encode(requests[i]) for i in rows] for rows in ((0, 2, 4), (1, 5))]
-    common = [compiler.backbone.common(rows) for rows in groups]
+    common = [compiler.backbone.common_prefix(rows) for rows in groups]
     assert all(pictures == vlm for _, pictures in common)  # the view
     common = [n for n, _ in common]
     for rows, n in zip(groups, common, strict=True):
@@ -117,7 +117,7 @@ def test_pictures_of_one_memory_are_read_once(monkeypatch):
     beginnings, rest = read_together(compiler, requests, monkeypatch)
     assert len(beginnings.vision["image_grid_thw"]) == 2 + 1  # red, blue, and the view of the last two
     assert len(rest.vision["image_grid_thw"]) == 2 + 2 + 2  # the third picture and the view
-    assert compiler.backbone.common([compiler.encode(r) for r in requests[:3]])[1] == 2
+    assert compiler.backbone.common_prefix([compiler.encode(r) for r in requests[:3]])[1] == 2
 
 
 def test_reserved_tokens_are_never_sampled():

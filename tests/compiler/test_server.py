@@ -22,16 +22,16 @@ import pytest
 import torch
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from compiler.brief_state import Belief, BriefState
 from compiler.client import CompileBody, CompileReply, RemoteCompiler, SamplingBody, TensorBody, Timings
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.models import COMPILER_KEY, CompilerConfig, ServeConfig, Soft
-from executor.records import EVERYTHING
+from executor.records import FULL_VIEW
 from memory.entry import MemoryEntry, Provenance
 from runtime.errors import StopReason
 from runtime.http import RemoteError, RemoteServer
@@ -72,7 +72,10 @@ class Fake:
         self.gate.set()
 
     def compile(
-        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+        self,
+        requests: Sequence[CompileRequest],
+        seeds: Sequence[int] | None = None,
+        wanted: StillWanted = never_cancelled,
     ) -> list[Compilation]:
         self.entered.set()
         assert self.gate.wait(20)
@@ -486,7 +489,7 @@ def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> 
                 return super().act(requests)
 
         def play(specs: list[EpisodeSpec], delivery: Delivery) -> list[Any]:
-            return run_episodes(CountingEnv, specs, delivery, DyingLater(), Limits(max_steps=5), concurrency=1)
+            return run_episodes(CountingEnv, specs, delivery, DyingLater(), EpisodeLimits(max_steps=5), concurrency=1)
 
         compiled = Delivery("compiled", "compiled", remote)
         first, second, third = play([spec(1), spec(3), spec(2)], compiled)
@@ -581,7 +584,7 @@ def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -
 class Tabled:
     """What a new projector wants to know of an executor."""
 
-    accepts_soft, sees_images, reads, embedding_table = True, False, EVERYTHING, torch.zeros(8, 64)
+    accepts_soft, sees_images, reads, embedding_table = True, False, FULL_VIEW, torch.zeros(8, 64)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from compiler.brief_state import Create
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseResult
-from compiler.prefixes import RECENT, Prefix, Prefixes
+from compiler.prefixes import RECENT, Prefix, PrefixCache
 from compiler.records import Compilation, Decoding
 from configs.models import Speed
 from lm.prompt import Prompt
@@ -172,7 +172,7 @@ def test_kept_beginnings_change_nothing_and_are_not_read_again(vlm: bool) -> Non
     """Episodes of three memories step by step, two of them of the same memory from the third step on."""
     compiler = writer(vlm)
     episodes = [episode(vlm, i) for i in range(3)]
-    compiler._prefixes = Prefixes(64)
+    compiler._prefixes = PrefixCache(64)
     for t in range(4):
         asked = [steps[t] for steps in (*episodes, *([episodes[0]] if t > 1 else []))]
         before, slow = compiled(compiler, SLOW, asked)
@@ -189,7 +189,7 @@ def test_kept_beginnings_change_nothing_and_are_not_read_again(vlm: bool) -> Non
 def test_what_other_weights_have_read_is_forgotten() -> None:
     compiler = writer(False)
     steps = episode(False, 0)
-    compiler._prefixes, speed = Prefixes(64), KEEPING
+    compiler._prefixes, speed = PrefixCache(64), KEEPING
     compiled(compiler, speed, steps[:1])
     with torch.no_grad():
         for name, parameter in compiler.named_parameters():
@@ -209,14 +209,14 @@ def prefix(tokens: int) -> Prefix:
     return Prefix(Prompt((1,) * tokens), ((states, states.clone()),))
 
 
-def batches(kept: Prefixes, n: int) -> None:
+def batches(kept: PrefixCache, n: int) -> None:
     for _ in range(n):
         kept.of_weights("the same")
 
 
 def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
     size = prefix(10).nbytes
-    kept = Prefixes(2.5 * size / 2**20).of_weights("the same")
+    kept = PrefixCache(2.5 * size / 2**20).of_weights("the same")
     kept.keep("a", prefix(10))
     kept.keep("b", prefix(10))
     assert kept.find("a") and kept.held == 2 * size
@@ -228,12 +228,12 @@ def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
     assert kept.find("a") is None and kept.find("c") and kept.held == size
     kept.keep("c", prefix(5))  # in its place
     assert kept.held == prefix(5).nbytes
-    assert Prefixes(0).budget == 0
+    assert PrefixCache(0).budget == 0
 
 
 def test_more_episodes_side_by_side_than_there_is_room_for_leave_some_of_them_kept() -> None:
     """Three of them in turn, room for two; then another takes the place of the first one that has ended."""
-    kept = Prefixes(2.5 * prefix(10).nbytes / 2**20)
+    kept = PrefixCache(2.5 * prefix(10).nbytes / 2**20)
     found = []
     for _ in range(3):
         batches(kept, 1)
@@ -251,6 +251,6 @@ def test_more_episodes_side_by_side_than_there_is_room_for_leave_some_of_them_ke
 
 def test_what_sampling_shares_a_generator_keeps_nothing() -> None:
     compiler = writer(False, 0.7)
-    compiler.speed, compiler._prefixes = KEEPING, Prefixes(64)
+    compiler.speed, compiler._prefixes = KEEPING, PrefixCache(64)
     made = compiler.compile(requests(False))
     assert compiler._prefixes.held == 0 and made[0].tokens_cached is None

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from compiler.language import Emission, ParseError, ParseResult
-from compiler.records import CompileRequest, Decoding, always
+from compiler.records import CompileRequest, Decoding, never_cancelled
 from compiler.vllm import VllmCompiler
 from configs.models import Speed
-from lm.vllm import HiddenTails, request_of, tail_of, watched
+from lm.vllm import HiddenStateExtension, call_with_watchdog, tail_of, vllm_request
 from memory.trajectory import png_bytes
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
@@ -173,7 +173,9 @@ def test_sampling_frequencies_are_those_of_the_policy(tmp_path: Path) -> None:
         policy = compiler.logprobs(scored.logits)[0, 0].exp()
         colder = (compiler.allowed(scored.logits)[0, 0] / 0.18).softmax(-1)
     ours = vllm_engines.served(compiler, tmp_path / "a", seed=7)
-    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours.encode(one)] * 3000, ours.generator, always)])
+    drawn = torch.tensor(
+        [draft.ids[0] for draft in ours._sample([ours.encode(one)] * 3000, ours.generator, never_cancelled)]
+    )
     bins = 20
     order = policy.argsort(descending=True)
     bin_of = torch.empty_like(order)
@@ -308,7 +310,7 @@ def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
 
     first, second = vllm_engines.trained(seed=1), vllm_engines.trained(seed=2)
     ours = vllm_engines.served(first, tmp_path / "ours")
-    prompt = request_of(ours.encoder, ours.encode(tiny_models.request(0)))
+    prompt = vllm_request(ours.encoder, ours.encode(tiny_models.request(0)))
     request = LoRARequest("in-place", 1_000_000, str(vllm_engines.save_adapter(first, tmp_path / "a")))
 
     def answer() -> float:
@@ -364,7 +366,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
 @using_vllm
 def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
     ours = vllm_engines.served(vllm_engines.trained(), tmp_path / "a")
-    left = ours.llm.enqueue([request_of(ours.encoder, ours.encode(tiny_models.request(0)))], use_tqdm=False)
+    left = ours.llm.enqueue([vllm_request(ours.encoder, ours.encode(tiny_models.request(0)))], use_tqdm=False)
     with pytest.raises(RuntimeError, match="restart it"):
         ours.compile([tiny_models.request(1)])
     ours.llm.llm_engine.abort_request(left, internal=True)
@@ -392,13 +394,13 @@ def client(dead: bool) -> Any:
 
 def test_a_call_ends_with_its_engine() -> None:
     never = threading.Event()
-    assert watched(client(False), lambda: 3) == 3
+    assert call_with_watchdog(client(False), lambda: 3) == 3
     with pytest.raises(KeyError):
-        watched(client(False), lambda: {}["x"])
+        call_with_watchdog(client(False), lambda: {}["x"])
     with pytest.raises(RuntimeError, match="process died"):
-        watched(client(True), never.wait)
+        call_with_watchdog(client(True), never.wait)
     with pytest.raises(RuntimeError, match="did not answer within 0"):
-        watched(client(False), never.wait, timeout=0.0)
+        call_with_watchdog(client(False), never.wait, timeout=0.0)
     never.set()
 
 
@@ -427,7 +429,7 @@ def step(hidden: torch.Tensor | None, new: tuple = (), running: tuple = (), fini
     )
 
 
-def worker() -> tuple[HiddenTails, Any]:
+def worker() -> tuple[HiddenStateExtension, Any]:
     """A worker with a runner that stores the hidden states of a step."""
     runner = SimpleNamespace(execute_model_state=None)
 
@@ -437,13 +439,13 @@ def worker() -> tuple[HiddenTails, Any]:
         return "output"
 
     runner.execute_model = execute
-    extension = HiddenTails()
+    extension = HiddenStateExtension()
     extension.model_runner = runner
     extension.watch_tails()
     return extension, runner
 
 
-def taken(extension: HiddenTails) -> dict[str, list[float]]:
+def taken(extension: HiddenStateExtension) -> dict[str, list[float]]:
     return {
         key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(n, d)[:, 0].tolist()
         for key, n, d, data in extension.take_tails()

@@ -59,7 +59,7 @@ def test_real_games_are_played_under_every_delivery_and_its_controls_within_15_3
     real = load_config(EvalConfig, "eval/alfworld")
     assert (real.env.name, real.split, real.max_steps, real.budgets) == ("alfworld", "valid_seen", 50, (15, 30, 50))
     controls = ("compiled_no_memory", "expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
-    asked = ("none", "static", "static_top1", "compiled_text", "compiled", "compiled_needed")
+    asked = ("none", "static", "static_top1", "compiled_text", "compiled", "compiled_gated")
     assert real.deliveries == (*asked, *controls)
     papers = load_config(EvalConfig, "eval/table5-efficiency")
     assert (papers.split, papers.deliveries) == ("valid_unseen", ("static", "compiled"))
@@ -89,7 +89,7 @@ def test_paper_defaults_of_grpo():
     assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps) == (4, 4, 500, 15)
     loss, sampling, optimizer = grpo.loss, grpo.sampling, grpo.optimizer
     assert sampling.temperature == 1.2
-    assert (loss.clip_low, loss.clip_high, loss.kl) == (0.2, 0.28, 0.0)
+    assert (loss.clip_low, loss.clip_high) == (0.2, 0.28)
     assert (optimizer.lr, optimizer.min_lr, optimizer.betas, optimizer.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.01, 1.0)
 

@@ -26,15 +26,15 @@ from data_gen.collect import success_filter
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from envs.base import Environment, Task
-from envs.household.trajectories import HouseholdReader
+from envs.household.command_reader import HouseholdReader
 from envs.registry import Environments
-from lm.ledger import EndpointStop
+from lm.answer_cache import EndpointStop
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.journal import Journal
-from memory.trajectory import stated_goal
+from memory.trajectory import goal_with_scene
 from runtime.store import JsonLines
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
@@ -361,7 +361,7 @@ def test_the_filter_keeps_the_rows_of_successes(kept: bool, tmp_path: Path) -> N
         config = load_config(CollectConfig, "collect/quickstart", settings(server, *asked))
         with Environments(config.env) as envs:
             tasks, env = envs.tasks(config.split)[:4], envs.lease()
-            plans = {stated_goal(task.goal, task.scene): plan_of(env, task) for task in tasks[::2]}
+            plans = {goal_with_scene(task.goal, task.scene): plan_of(env, task) for task in tasks[::2]}
         assert len(plans) == 2
 
         def acts(messages):
@@ -494,14 +494,14 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     tasks = make_env().tasks("train_experience")[:7]
     whole, bank = MemoryBank(tmp_path / "whole"), MemoryBank(tmp_path / "cut")
     assert not whole.write([]).added and not bank.write([]).added  # empty banks
-    assert experience.not_experienced(tasks, whole) == tasks
+    assert experience.tasks_without_episode(tasks, whole) == tasks
     experience.collect_experience(make_env, tasks, whole, homes, round_size=2)
     with pytest.raises(RuntimeError, match="stop"):
         experience.collect_experience(make_env, tasks, bank, homes, on_episode=stop, round_size=2)
-    assert experience.not_experienced(tasks, bank) == tasks[4:]
+    assert experience.tasks_without_episode(tasks, bank) == tasks[4:]
     experience.collect_experience(make_env, tasks[4:], bank, homes, round_size=2)
     assert bank.entries() == whole.entries() and bank.snapshot() == whole.snapshot()
-    assert experience.not_experienced(tasks, bank) == []
+    assert experience.tasks_without_episode(tasks, bank) == []
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
 )
 def test_who_acts_follows_from_who_knows_the_way_and_says_what_success_means(asked, acts: str, says: str) -> None:
     config = CollectConfig.model_validate({"api": {"model": "any"}, **asked})
-    assert config.acts == acts and says in success_filter(config)
+    assert config.acting_role == acts and says in success_filter(config)
 
 
 def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole) -> None:

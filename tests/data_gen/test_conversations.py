@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from agent.records import compile_request
 from compiler.prompt import compiler_parts
-from data_gen.conversations import conversation, export
-from data_gen.rows import hold_out, save_rows
+from data_gen.conversations import export_conversations, row_to_conversation
+from data_gen.rows import save_rows, split_rows
 from lm.backbone import load_backbone
 from memcompiler.cli import app
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 from tests.training.sft_trainers import ROWS, png
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +49,8 @@ def trained(folder: Path, model: str, out: Path) -> SFTTrainer:
 
 
 def test_trl_trains_on_exported_rows_and_reads_the_tokens_that_our_sft_reads(tmp_path):
-    quiet()
-    export(ROWS, tmp_path / "rows", instructions=TOLD)
+    disable_library_progress_bars()
+    export_conversations(ROWS, tmp_path / "rows", instructions=TOLD)
     trainer = trained(tmp_path / "rows", "executor", tmp_path / "out")
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0]
@@ -65,34 +65,34 @@ def test_trl_trains_on_exported_rows_and_reads_the_tokens_that_our_sft_reads(tmp
 
 
 def test_a_model_that_sees_trains_on_rows_with_their_pictures(tmp_path):
-    quiet()
-    export(PICTURES, tmp_path / "rows", images=True)
+    disable_library_progress_bars()
+    export_conversations(PICTURES, tmp_path / "rows", images=True)
     trainer = trained(tmp_path / "rows", "compiler", tmp_path / "out")
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
 
 
 def test_pictures_stand_beside_their_places_in_order():
-    told = conversation(PICTURES[3], TOLD, images=True)
+    told = row_to_conversation(PICTURES[3], TOLD, images=True)
     system, user = told["prompt"]
     assert [part["text"] for part in system["content"]] == [TOLD]
     kinds = [part["type"] for part in user["content"]]
     assert kinds == ["text", "image", "text", "image", "text"] and len(told["images"]) == 2
     assert told["images"][0]["bytes"] == png(7)  # of memory; the view is the last one
-    plain = conversation(PICTURES[3])
+    plain = row_to_conversation(PICTURES[3])
     assert set(plain) == {"prompt", "completion"} and [turn["role"] for turn in plain["prompt"]] == ["user"]
     texts = "".join(part["text"] or "" for part in user["content"])
     assert texts.replace("view: \n", "") == plain["prompt"][0]["content"].replace("view: \n", "")
 
 
 def test_the_held_out_split_is_that_of_our_own_validation(tmp_path):
-    assert export(ROWS, tmp_path / "rows", held_out=0.4, seed=3) == {"train": 3, "test": 2}
+    assert export_conversations(ROWS, tmp_path / "rows", held_out=0.4, seed=3) == {"train": 3, "test": 2}
     data = load_dataset(str(tmp_path / "rows"), cache_dir=str(tmp_path / "cache"))
-    _, testing = hold_out(ROWS, 0.4, 3)
+    _, testing = split_rows(ROWS, 0.4, 3)
     assert [turns[0]["content"] for turns in data["test"]["completion"]] == [row.emission for row in testing]
     with pytest.raises(FileExistsError, match="choose another folder"):
-        export(ROWS, tmp_path / "rows")
+        export_conversations(ROWS, tmp_path / "rows")
     with pytest.raises(ValueError, match="cannot be split"):
-        export(ROWS[:1], tmp_path / "one", held_out=0.4)
+        export_conversations(ROWS[:1], tmp_path / "one", held_out=0.4)
     assert not (tmp_path / "one").exists()
 
 

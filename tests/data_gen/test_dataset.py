@@ -45,11 +45,11 @@ def test_rows_with_nothing_to_say_are_thinned() -> None:
 
 def test_settings_choose_filters_and_what_they_drop_is_counted() -> None:
     rows = [*of_kinds(6, 2, 2, 0), *of_kinds(0, 1, 0, 0), replace(row(7), success=False)]
-    kept, dropped = dataset.filtered(rows, CollectConfig())
+    kept, dropped = dataset.filter_rows(rows, CollectConfig())
     assert (kept, dropped) == (rows[:-1], {"unsuccessful": 1})
     everything = CollectConfig(successful_only=False)
-    assert dataset.filtered(rows, everything) == (rows, {})
-    kept, dropped = dataset.filtered(rows, CollectConfig(keep_noaction=0.0))
+    assert dataset.filter_rows(rows, everything) == (rows, {})
+    kept, dropped = dataset.filter_rows(rows, CollectConfig(keep_noaction=0.0))
     assert dropped == {"unsuccessful": 1, "noaction": 6} and len(kept) == 5
 
 
@@ -175,11 +175,11 @@ def test_push_uploads_rows_that_load_dataset_gives_back(
 
 def test_push_of_nothing_or_of_several_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="memcompiler collect"):
-        dataset.push(tmp_path / "none", "someone/rows")
+        dataset.push_rows(tmp_path / "none", "someone/rows")
     for name in ("a", "b"):
         save_rows([row(0)], tmp_path / name)
     with pytest.raises(ValueError, match="2 folders"):
-        dataset.push(tmp_path / "*", "someone/rows")
+        dataset.push_rows(tmp_path / "*", "someone/rows")
 
 
 # -- several collections in one training ------------------------------------------------------------------------------
@@ -198,15 +198,15 @@ def shard(folder: Path, benchmark: str, *ids: str, clean: bool | None = True) ->
 def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: Path) -> None:
     folders = [shard(tmp_path / "1", "household", "a", "b"), shard(tmp_path / "2", "household", "b", "c")]
     run = RunFolder.create(tmp_path / "sft", SftConfig(rows=("x", "y")), on_exists="raise")
-    leakage.record_rows(run, folders, [])
+    leakage.copy_rows_manifest(run, folders, [])
     manifest = Manifest.read(run.path / "manifest.json")
     assert [task.id for task in manifest.tasks] == ["a", "b", "c"]
     audit = json.loads((run.path / "leakage.json").read_text())
     assert audit["clean"] is True and audit["train_sha256"] == manifest.sha256 and len(audit["rows"]) == 2
-    leakage.record_rows(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
+    leakage.copy_rows_manifest(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
     assert json.loads((run.path / "leakage.json").read_text())["clean"] is None
     with pytest.raises(ConfigError, match="rows of household and scienceworld"):
-        leakage.record_rows(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
+        leakage.copy_rows_manifest(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:

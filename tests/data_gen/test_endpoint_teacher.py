@@ -7,10 +7,10 @@ from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission, Kind, ParseError, render
 from compiler.records import Compilation, CompileRequest
-from data_gen.collect import sound_rows
+from data_gen.collect import valid_rows
 from data_gen.endpoint_teacher import COMPILE, RETRY, EndpointTeacher, read_emission
+from lm.answer_cache import Answer
 from lm.endpoint import Endpoint, EndpointFailure
-from lm.ledger import Answer
 from runtime.errors import StopReason
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import entry
@@ -128,5 +128,5 @@ def test_rationales():
 def test_rows_leave_out_what_is_not_sound():
     made = episode()
     made.steps[0].parse_error, made.steps[1].op_errors, made.steps[2].grounding = "empty", ("no such key",), "failed"
-    assert [(row.t, row.action) for row in sound_rows(made, MEMORY, own_label=False)] == [(2, "Do 2!"), (3, "Do 3!")]
-    assert [(row.t, row.action) for row in sound_rows(made, MEMORY, own_label=True)] == [(3, "do 3")]
+    assert [(row.t, row.action) for row in valid_rows(made, MEMORY, own_label=False)] == [(2, "Do 2!"), (3, "Do 3!")]
+    assert [(row.t, row.action) for row in valid_rows(made, MEMORY, own_label=True)] == [(3, "do 3")]

@@ -22,8 +22,8 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig
-from data_gen.experience import collect_experience, experience_tasks, filled_bank
-from data_gen.tasks import chosen_tasks, specs_for
+from data_gen.experience import collect_experience, experience_tasks, open_experience_bank
+from data_gen.tasks import episode_specs, select_tasks
 from envs.alfworld.export import export_split
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
@@ -56,7 +56,7 @@ def alfworld(games: Path, **settings: Any) -> EvalConfig:
 def bank_of(config: EvalConfig | GrpoConfig | CollectConfig, split: str, out: Path) -> MemoryBank:
     out.mkdir(parents=True, exist_ok=True)
     with Environments(config.env) as envs:
-        return filled_bank(config, envs, chosen_tasks(config, envs, split)[1], out)
+        return open_experience_bank(config, envs, select_tasks(config, envs, split)[1], out)
 
 
 # -- which tasks ------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def bank_of(config: EvalConfig | GrpoConfig | CollectConfig, split: str, out: Pa
 def test_a_home_remembers_other_tasks_in_the_same_home() -> None:
     config = EvalConfig.model_validate({"env": HOMES, "limit": 1})
     with Environments(config.env) as envs:
-        [task], experience = chosen_tasks(config, envs, "test")
+        [task], experience = select_tasks(config, envs, "test")
         assert {other.scene for other in experience} == {task.scene}
         assert {other.split for other in experience} == {"test_experience"}
 
@@ -76,7 +76,7 @@ def test_alfworld_remembers_all_of_train_in_scenes_seen_or_not(games: Path, tmp_
     for split in ("valid_seen", "valid_unseen"):
         bank = bank_of(config, split, tmp_path / split)
         with Environments(config.env) as envs:
-            specs = specs_for(envs.tasks(split), bank, 4)
+            specs = episode_specs(envs.tasks(split), bank, 4)
         assert len(bank) == 8 and all(len(spec.memory) == 4 for spec in specs)
         assert {entry.provenance.split for spec in specs for entry in spec.memory} == {"train"}
         assert (split == "valid_seen") == any(e.provenance.scene == s.task.scene for s in specs for e in s.memory)
@@ -85,7 +85,7 @@ def test_alfworld_remembers_all_of_train_in_scenes_seen_or_not(games: Path, tmp_
     training = GrpoConfig.model_validate({"env": {"name": "alfworld", "data_root": str(games)}, "limit": 3})
     trained = bank_of(training, "train", tmp_path / "grpo")
     with Environments(training.env) as envs:
-        specs = specs_for(envs.tasks("train"), trained, 8)
+        specs = episode_specs(envs.tasks("train"), trained, 8)
     assert trained.path == banks[0] and all(
         spec.task.id not in {entry.provenance.task_id for entry in spec.memory} for spec in specs
     )
@@ -195,14 +195,14 @@ FILL = """
 import sys
 from pathlib import Path
 from configs.evaluation import EvalConfig
-from data_gen.experience import filled_bank
-from data_gen.tasks import chosen_tasks
+from data_gen.experience import open_experience_bank
+from data_gen.tasks import select_tasks
 from envs.registry import Environments
 config = EvalConfig.model_validate({"env": {"name": "household", "scenes": {"test": 24}, "images": False}})
 out = Path(sys.argv[1])
 out.mkdir()
 with Environments(config.env) as envs:
-    bank = filled_bank(config, envs, chosen_tasks(config, envs, "test")[1], out)
+    bank = open_experience_bank(config, envs, select_tasks(config, envs, "test")[1], out)
 print(len(bank), bank.snapshot(), bank.path)
 """
 

@@ -12,7 +12,7 @@ from configs.run_folder import RunFolder
 from configs.training import SftConfig
 from data_gen import leakage
 from data_gen.isolation import LeakageError, audit_bank, check
-from data_gen.tasks import chosen_tasks
+from data_gen.tasks import select_tasks
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Task
 from envs.household.environment import HouseholdEnvironment
@@ -125,14 +125,14 @@ def alfworld(root: Path, games=GAMES, **held_out) -> CollectConfig:
     return CollectConfig(env=env, leakage=LeakageConfig(**held_out))
 
 
-def guarded(config: CollectConfig, out: Path) -> leakage.Audit:
-    return guarded_tasks(config, out)[2]
+def guarded(config: CollectConfig, out: Path) -> leakage.LeakageAudit:
+    return select_isolated_tasks(config, out)[2]
 
 
-def guarded_tasks(config: CollectConfig, out: Path) -> tuple[list[Task], list[Task], leakage.Audit]:
+def select_isolated_tasks(config: CollectConfig, out: Path) -> tuple[list[Task], list[Task], leakage.LeakageAudit]:
     with Environments(config.env) as envs:
         run = RunFolder.create(out, config, on_exists="resume")
-        return leakage.guard_training(config, *chosen_tasks(config, envs, config.split), envs=envs, run=run)
+        return leakage.isolate_training_tasks(config, *select_tasks(config, envs, config.split), envs=envs, run=run)
 
 
 def test_seen_scenes_leak_and_unseen_ones_do_not(tmp_path):
@@ -150,7 +150,7 @@ def test_seen_scenes_leak_and_unseen_ones_do_not(tmp_path):
 def test_what_is_shared_can_be_left_out_instead(tmp_path):
     """The paper's way with EB-ALFRED and ScienceWorld: training is what remains."""
     config = alfworld(tmp_path / "games", held_out=("valid_seen",), drop=True)
-    tasks, experience, audit = guarded_tasks(config, tmp_path / "run")
+    tasks, experience, audit = select_isolated_tasks(config, tmp_path / "run")
     assert [task.scene for task in tasks] == ["FloorPlan301", "FloorPlan303"]
     assert (audit.dropped, len(experience), audit.clean) == (1 + 1, 2, True)  # a task, and its experience
     assert "2 tasks left out" in audit.summary
@@ -195,27 +195,27 @@ def collected(tmp_path) -> Path:
 
 def test_rows_need_a_clean_verdict_about_their_own_tasks(collected):
     ids = Manifest.read(collected / "manifest.json").ids
-    assert leakage.guard_rows(collected / "rows", ids, allow=False) == []
+    assert leakage.check_rows(collected / "rows", ids, allow=False) == []
     with pytest.raises(ConfigError, match="1 tasks of the rows are not in"):
-        leakage.guard_rows(collected / "rows", [*ids, "stranger"], allow=False)
+        leakage.check_rows(collected / "rows", [*ids, "stranger"], allow=False)
     audit = json.loads((collected / "leakage.json").read_text())
     audit["verdict"]["overlaps"][1] |= {"clean": False, "shared": 2}
     (collected / "leakage.json").write_text(json.dumps({**audit, "clean": False}))
     with pytest.raises(ConfigError, match=r"they leak \(2 shared scene\).*allow_leakage=true"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        leakage.check_rows(collected / "rows", ids, allow=False)
     (collected / "leakage.json").write_text(json.dumps({**audit, "train_sha256": "0"}))
     with pytest.raises(ConfigError, match="different tasks"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        leakage.check_rows(collected / "rows", ids, allow=False)
     (collected / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no manifest"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        leakage.check_rows(collected / "rows", ids, allow=False)
 
 
 def test_what_was_allowed_is_recorded(collected, tmp_path):
     (collected / "leakage.json").unlink()
-    problems = leakage.guard_rows(collected / "rows", [], allow=True)
+    problems = leakage.check_rows(collected / "rows", [], allow=True)
     run = RunFolder.create(tmp_path / "sft", SftConfig(), on_exists="raise")
-    leakage.record_rows(run, [collected / "rows"], problems)
+    leakage.copy_rows_manifest(run, [collected / "rows"], problems)
     said = json.loads((tmp_path / "sft" / "environment.json").read_text())["leakage"]
     assert said["allowed"] is True and "no verdict" in said["problems"][0]
     assert Manifest.read(tmp_path / "sft" / "manifest.json") == Manifest.read(collected / "manifest.json")
@@ -233,13 +233,13 @@ def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
 
 
 def evaluated(tmp_path: Path, tasks: list[Task], **compiler: str) -> dict:
-    from data_gen.tasks import specs_for
+    from data_gen.tasks import episode_specs
 
     bank = MemoryBank(tmp_path / "bank")
     bank.write([entry("own", tasks[0].id), entry("other", "elsewhere", "train")])
     config = EvalConfig.model_validate({"env": "alfworld", "compiler": compiler})
     run = RunFolder.create(tmp_path / "eval", config, on_exists="overwrite")
-    return leakage.record_evaluation(run, config, specs_for(tasks, bank, 4), bank)
+    return leakage.record_evaluation(run, config, episode_specs(tasks, bank, 4), bank)
 
 
 def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):

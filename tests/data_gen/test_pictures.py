@@ -13,18 +13,18 @@ from datasets import List, load_from_disk
 from PIL import Image
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode, EpisodeContext, StepRecord, compile_request
 from compiler.client import CompileBody, SamplingBody
 from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
-from data_gen.experience import collect_experience, kept_views
-from data_gen.rows import SftRow, load_rows, rows_of, save_rows
-from data_gen.tasks import specs_for
+from data_gen.experience import collect_experience, view_selection
+from data_gen.rows import SftRow, episode_rows, load_rows, save_rows
+from data_gen.tasks import episode_specs
 from envs.alfworld.environment import ALFWORLD
 from envs.household.environment import HOUSEHOLD, HouseholdEnvironment, HouseholdSettings
-from envs.registry import reader_of
+from envs.registry import command_reader_for
 from envs.spec import last_view
 from memory.bank import MemoryBank
 from memory.trajectory import png_bytes
@@ -33,7 +33,7 @@ from tests.data_gen.made_rows import png, row
 from tests.memory.entries import by_id
 
 SCENES = {"train": 1}
-TEACHER = ExpertTeacher(reader=reader_of(HouseholdSettings()))
+TEACHER = ExpertTeacher(reader=command_reader_for(HouseholdSettings()))
 
 
 def make_env() -> HouseholdEnvironment:
@@ -48,8 +48,8 @@ def settings(pictures: int) -> CollectConfig:
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EpisodeSpec]:
     """Tasks of one home, with what a bank on disk retrieves for them."""
     bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
-    collect_experience(make_env, make_env().tasks("train_experience"), bank, TEACHER, kept_views(settings(1)))
-    return specs_for(make_env().tasks("train")[:3], bank, 2)
+    collect_experience(make_env, make_env().tasks("train_experience"), bank, TEACHER, view_selection(settings(1)))
+    return episode_specs(make_env().tasks("train")[:3], bank, 2)
 
 
 def test_household_entries_keep_the_view_in_which_the_thing_was_taken(specs: list[EpisodeSpec]) -> None:
@@ -75,7 +75,7 @@ def test_an_entry_keeps_no_more_views_than_it_may_in_the_order_in_which_they_wer
     actions = ["take a 1 from b 1", "look", "take b 1 from c 1", "take c 1 from d 1", "look"]
     steps = [StepRecord(t, "", image, None, "", action=actions[t]) for t, image in enumerate(seen)]
     episode = Episode("t", "goal", "home 1", "train", "", "", "", 0, steps=steps)
-    kept = lambda most: [seen.index(image) for image in kept_views(settings(most))(episode)]
+    kept = lambda most: [seen.index(image) for image in view_selection(settings(most))(episode)]
     assert [kept(most) for most in (0, 1, 2, 9)] == [[], [2], [2, 3], [2, 3]]  # step 0 was seen by nobody
 
 
@@ -105,8 +105,10 @@ class Reader(ExpertTeacher):
 def test_rows_the_loop_and_the_service_read_the_same_pictures(specs: list[EpisodeSpec], tmp_path: Path) -> None:
     reader = Reader(reader=TEACHER.reader)
     delivery = Delivery("teacher", "compiled", reader, soft=False)
-    episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), Limits(20), 1)
-    rows: list[SftRow] = [r for e, spec in zip(episodes, specs, strict=True) for r in rows_of(e, by_id(spec.memory))]
+    episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), EpisodeLimits(20), 1)
+    rows: list[SftRow] = [
+        r for e, spec in zip(episodes, specs, strict=True) for r in episode_rows(e, by_id(spec.memory))
+    ]
     save_rows(rows, tmp_path / "rows")
     compiler, blind = tiny_models.memory_compiler(True), tiny_models.memory_compiler(False)
     assert len(rows) == len(reader.asked) > 3
@@ -124,7 +126,7 @@ def test_rows_the_loop_and_the_service_read_the_same_pictures(specs: list[Episod
 def test_m_is_the_same_beginning_of_every_prompt_of_an_episode(specs: list[EpisodeSpec]) -> None:
     reader = Reader(reader=TEACHER.reader)
     delivery = Delivery("teacher", "compiled", reader, soft=False)
-    run_episodes(make_env, specs[:1], delivery, ExpertExecutor(), Limits(20), 1)
+    run_episodes(make_env, specs[:1], delivery, ExpertExecutor(), EpisodeLimits(20), 1)
     compiler = tiny_models.memory_compiler(True)
     prompts = [compiler.encode(request) for request in reader.asked]
     text = [compiler.encoder.tokenizer.decode(prompt.ids) for prompt in prompts]

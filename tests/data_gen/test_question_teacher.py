@@ -25,8 +25,8 @@ from data_gen.questions.llm_questions import (
 )
 from data_gen.questions.records import load_question_sets
 from envs.base import Task
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint
-from lm.ledger import EndpointStop
 from memory.protocol import Record, Trace
 from memory.s3mem.settings import S3MemSettings
 from tests.commands.running import memcompiler

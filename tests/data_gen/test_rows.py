@@ -10,14 +10,14 @@ import pytest
 from datasets import Dataset, Image, load_from_disk
 
 from agent.deliveries import Delivery, recorded_step
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import executor_request
-from data_gen.rows import load_rows, row_folders, rows_of, save_rows
+from data_gen.rows import episode_rows, load_rows, row_folders, save_rows
+from envs.household.command_reader import HouseholdReader
 from envs.household.environment import HouseholdEnvironment
-from envs.household.trajectories import HouseholdReader
 from executor.hf import FrozenExecutor
-from executor.records import Reads
+from executor.records import ExecutorView
 from tests import tiny_models
 from tests.data_gen.made_rows import row
 
@@ -67,27 +67,27 @@ def test_rows_say_how_their_episode_went() -> None:
     specs = [EpisodeSpec(task) for task in env.tasks("train")[:3]]
     delivery = Delivery("teacher", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
     play = lambda steps: run_episodes(
-        lambda: HouseholdEnvironment(scenes={"train": 1}), specs, delivery, ExpertExecutor(), Limits(steps)
+        lambda: HouseholdEnvironment(scenes={"train": 1}), specs, delivery, ExpertExecutor(), EpisodeLimits(steps)
     )
     for episode in play(30):
         assert episode.success
-        assert [(r.t, r.success, r.steps) for r in rows_of(episode, {})] == [
+        assert [(r.t, r.success, r.steps) for r in episode_rows(episode, {})] == [
             (t, True, len(episode.steps)) for t in range(len(episode.steps))
         ]
     short = play(2)[0]
-    assert [(r.success, r.steps) for r in rows_of(short, {})] == [(False, 2)] * 2
+    assert [(r.success, r.steps) for r in episode_rows(short, {})] == [(False, 2)] * 2
     short.steps[1].emission_kind = ""  # the compiler failed here
-    assert [r.t for r in rows_of(short, {})] == [0]
+    assert [r.t for r in episode_rows(short, {})] == [0]
 
 
 def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -> None:
     env = HouseholdEnvironment(scenes={"train": 1})
     delivery = Delivery("expert_compiler", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
     specs = [EpisodeSpec(env.tasks("train")[0])]
-    [episode] = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(4), concurrency=1)
-    assert {row.commands for row in rows_of(episode, {})} == {()}
-    save_rows(rows_of(episode, {}, commands=True), tmp_path / "rows")
-    executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=Reads(commands=True))
+    [episode] = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), EpisodeLimits(4), concurrency=1)
+    assert {row.commands for row in episode_rows(episode, {})} == {()}
+    save_rows(episode_rows(episode, {}, commands=True), tmp_path / "rows")
+    executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=ExecutorView(commands=True))
     for t, kept in enumerate(load_rows(tmp_path / "rows")):
         assert kept.commands == episode.steps[t].admissible and kept.commands
         again = executor.encode(executor_request(recorded_step(episode, t), executor))

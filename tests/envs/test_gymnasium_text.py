@@ -12,11 +12,11 @@ import numpy as np  # noqa: E402
 from gymnasium import spaces  # noqa: E402
 
 from agent.deliveries import Delivery  # noqa: E402
-from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
 from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSplit, GymnasiumTextEnvironment  # noqa: E402
 from envs.gymnasium.environment import GymnasiumKeys as Keys  # noqa: E402
-from executor.records import PAPER, Action, Grounding  # noqa: E402
+from executor.records import PAPER_VIEW, Action, Grounding  # noqa: E402
 from runtime.errors import StopReason  # noqa: E402
 
 
@@ -359,7 +359,7 @@ class Counter:
     """An executor that answers 1, whatever is asked."""
 
     accepts_soft = sees_images = False
-    reads = PAPER
+    reads = PAPER_VIEW
 
     def act(self, requests):
         return [Action("1", Grounding.CHOICE, "1", (1,), 1, 1) for _ in requests]
@@ -367,9 +367,9 @@ class Counter:
 
 def test_the_loop_plays_it_and_survives_its_crash():
     specs = [EpisodeSpec(task) for task in guess().tasks("train")]
-    played = run_episodes(guess, specs, Delivery("none", "none"), Counter(), Limits(5))
+    played = run_episodes(guess, specs, Delivery("none", "none"), Counter(), EpisodeLimits(5))
     assert [len(episode.steps) for episode in played] == [3, 3]
     assert {episode.stop_reason for episode in played} == {StopReason.STEP_LIMIT}  # its own: three tries
     crash = lambda: made(Broken, SPLITS, goal="g")
-    [failed] = run_episodes(crash, specs[:1], Delivery("none", "none"), Counter(), Limits(5))
+    [failed] = run_episodes(crash, specs[:1], Delivery("none", "none"), Counter(), EpisodeLimits(5))
     assert failed.stop_reason == StopReason.ENVIRONMENT_FAILURE and "the simulator is gone" in failed.error

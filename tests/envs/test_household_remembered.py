@@ -13,25 +13,25 @@ import pytest
 from PIL import Image
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
-from data_gen.experience import collect_experience, explain, kept_views, traces_of
-from data_gen.tasks import specs_for
+from data_gen.experience import add_rationales, collect_experience, episode_traces, view_selection
+from data_gen.tasks import episode_specs
 from envs.base import Task
+from envs.household.command_reader import first_taken
 from envs.household.environment import HouseholdEnvironment, HouseholdSettings
 from envs.household.generate import Generator, Home, _fitting
 from envs.household.render import CELL, GRID, MARK, RECEPTACLE_NAMES
-from envs.household.trajectories import taken
-from envs.registry import reader_of
+from envs.registry import command_reader_for
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_of_trace
 
 SETTINGS = {"scenes": {"train": 6, "test": 3}, "visual_share": 0.3, "remembered_share": 0.3}
-TEACHER = ExpertTeacher(reader=reader_of(HouseholdSettings()))
-VIEWS = kept_views(CollectConfig.model_validate({"env": {"name": "household"}}))
+TEACHER = ExpertTeacher(reader=command_reader_for(HouseholdSettings()))
+VIEWS = view_selection(CollectConfig.model_validate({"env": {"name": "household"}}))
 
 
 def environment(**changes: Any) -> HouseholdEnvironment:
@@ -59,9 +59,9 @@ def remembered(env: HouseholdEnvironment, split: str = "train") -> list[Task]:
 
 def experience(env: HouseholdEnvironment) -> list[MemoryEntry]:
     specs = [EpisodeSpec(task) for task in env.tasks("train_experience")]
-    episodes = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
-    explain(episodes, TEACHER)
-    return [entry_of_trace(trace) for [trace] in traces_of(episodes, VIEWS)]
+    episodes = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), EpisodeLimits(50), 1)
+    add_rationales(episodes, TEACHER)
+    return [entry_of_trace(trace) for [trace] in episode_traces(episodes, VIEWS)]
 
 
 def marked_places(picture: Any) -> set[str]:
@@ -107,9 +107,9 @@ def test_it_stays_in_the_home_is_asked_for_and_never_touched_before() -> None:
         places.setdefault(task.scene, set()).update(held_by)
         assert (task.data["item"] == item) == (task.family == "remembered")
         plan = env.expert()
-        assert plan and (taken(plan) or ("",))[0] == task.data["item"]
+        assert plan and (first_taken(plan) or ("",))[0] == task.data["item"]
         if task.family == "remembered":
-            assert taken(plan) == (item, held_by[0])
+            assert first_taken(plan) == (item, held_by[0])
     assert all(len(found) == 1 for found in places.values())
 
 
@@ -167,7 +167,7 @@ def test_its_place_is_a_choice_among_many() -> None:
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EpisodeSpec]:
     env, bank = environment(), MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
     collect_experience(environment, env.tasks("train_experience"), bank, TEACHER, VIEWS)
-    return specs_for(remembered(env), bank, 1)
+    return episode_specs(remembered(env), bank, 1)
 
 
 def test_the_scene_alone_retrieves_an_entry_whose_picture_tells(specs: list[EpisodeSpec]) -> None:
@@ -176,11 +176,11 @@ def test_the_scene_alone_retrieves_an_entry_whose_picture_tells(specs: list[Epis
         [entry] = spec.memory
         env.reset(spec.task)
         assert entry.provenance.scene == spec.task.scene
-        fact = taken(env.expert() or [])
+        fact = first_taken(env.expert() or [])
         assert fact and marked_places(_opened(entry.images[0])) == {fact[1]}
 
 
 def test_the_expert_as_compiler_knows_of_no_place(specs: list[EpisodeSpec]) -> None:
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
-    episodes: list[Episode] = run_episodes(environment, specs, delivery, ExpertExecutor(), Limits(20), 1)
+    episodes: list[Episode] = run_episodes(environment, specs, delivery, ExpertExecutor(), EpisodeLimits(20), 1)
     assert [step.guidance for episode in episodes for step in episode.steps if step.guidance] == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.pool import EnvironmentPool
@@ -26,7 +26,7 @@ from tests.envs.hosted_examples import alive
 
 ROOT = Path(__file__).parents[2]
 COUNTDOWN = WorkerSpec("tests.envs.hosted_examples:Countdown")
-QUICK = PoolLimits(step_s=20, beat_s=0.05, silence_s=20)
+QUICK = PoolLimits(step_s=20, beat_s=0.05, unresponsive_s=20)
 
 
 def task(n: int, kind: str = "") -> Task:
@@ -136,7 +136,7 @@ def test_what_the_environment_raises_leaves_the_worker_alive() -> None:
             r"timed out after 0.5 s in step.*PoolLimits.step_s",
         ),
         ("exit 3", QUICK, "died", r"(?s)died \(exit 3\) in step; its last output:.*something terrible happened"),
-        ("stop", PoolLimits(beat_s=0.05, silence_s=1), "silent", r"no sign of life for 1 s in step"),
+        ("stop", PoolLimits(beat_s=0.05, unresponsive_s=1), "silent", r"no sign of life for 1 s in step"),
         ("garbage", QUICK, "garbled", r"sent garbage .*Unit"),
         ("nonsense", QUICK, "garbled", r"not as agreed"),
     ],
@@ -267,7 +267,9 @@ def test_the_loop_never_asks_for_more_than_the_pool_has_and_batches_alike() -> N
     with EnvironmentPool(COUNTDOWN, 2, PoolLimits(lease_s=20)) as pool:
         for _ in range(2):
             seen: list = []
-            episodes = run_episodes(pool.lease, specs, Delivery("none", "none"), Batches(), Limits(9), concurrency=64)
+            episodes = run_episodes(
+                pool.lease, specs, Delivery("none", "none"), Batches(), EpisodeLimits(9), concurrency=64
+            )
             assert [len(e.steps) for e in episodes] == [2, 4, 3, 1, 2, 5, 1] and all(e.success for e in episodes)
             runs.append(seen)
     assert runs[0] == runs[1] and max(map(len, runs[0])) == 2
@@ -289,7 +291,7 @@ def test_episodes_wait_for_slow_environments_side_by_side() -> None:
             raise OSError("the display is gone")
 
     specs = [EpisodeSpec(task(1))] * 4
-    episodes = run_episodes(Meeting, specs, Delivery("none", "none"), ExpertExecutor(), Limits(9))  # type: ignore[arg-type]
+    episodes = run_episodes(Meeting, specs, Delivery("none", "none"), ExpertExecutor(), EpisodeLimits(9))  # type: ignore[arg-type]
     assert len(set(together)) == 4 and [e.error for e in episodes] == ["met"] * 4
 
 
@@ -308,7 +310,7 @@ def test_a_failing_close_does_not_lose_the_episode() -> None:
             return env
 
         [episode] = run_episodes(
-            lease, [EpisodeSpec(task(2))], Delivery("none", "none"), ExpertExecutor(), Limits(9), 1
+            lease, [EpisodeSpec(task(2))], Delivery("none", "none"), ExpertExecutor(), EpisodeLimits(9), 1
         )
     assert episode.stop_reason is StopReason.SUCCESS and "OSError: the display is gone" in episode.error
 
@@ -334,7 +336,7 @@ def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
 
         killed = itertools.count()
         specs = [EpisodeSpec(task(3)), EpisodeSpec(task(5))]
-        episodes = run_episodes(lease, specs, Delivery("none", "none"), Batches(), Limits(9))
+        episodes = run_episodes(lease, specs, Delivery("none", "none"), Batches(), EpisodeLimits(9))
     reasons = sorted(str(e.stop_reason) for e in episodes)
     assert reasons == ["environment_failure", "success"]
     assert "died (killed by SIGKILL) in expert" in "".join(e.error for e in episodes)
@@ -372,7 +374,7 @@ else:
 LOOP = """
 import sys
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeSpec, EpisodeLimits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool
 from envs.spec import WorkerSpec
@@ -387,7 +389,7 @@ class Sleeper:
 
 pool = EnvironmentPool(WorkerSpec("tests.envs.hosted_examples:Countdown"), 2)
 specs = [EpisodeSpec(Task("9", "wait", "", "test", ""))] * 4
-run_episodes(pool.lease, specs, Delivery("none", "none"), Sleeper(), Limits(9))
+run_episodes(pool.lease, specs, Delivery("none", "none"), Sleeper(), EpisodeLimits(9))
 """
 
 

@@ -13,13 +13,13 @@ from compiler.records import CompileRequest
 from configs.models import ExecutorConfig
 from envs import registry
 from envs.embodiedbench.prompts import ALFRED
-from envs.spec import INSTRUCTIONS, EnvSpec, Told
+from envs.spec import INSTRUCTIONS, EnvSpec, ExecutorInstructions
 from executor.api import ApiExecutor
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from executor.prompt import ExecutorRequest, MemoryBlock, instructed
-from executor.records import Reads
-from lm.prompt import messages
+from executor.prompt import ExecutorRequest, MemoryBlock, system_turn
+from executor.records import ExecutorView
+from lm.prompt import chat_messages
 from tests import tiny_models
 
 GOLDEN = Path(__file__).parent / "prompts"
@@ -31,8 +31,8 @@ REQUEST = ExecutorRequest("put a mug", MemoryBlock(), (), "You see a mug 1.", SK
 def prompt(spec: EnvSpec, role: str) -> str:
     """The system turn, with SKILLS for the commands where they are listed."""
     if role == "compiler":
-        return compiler_instructions(spec.compiling)
-    return instructed(spec.told.instructions, REQUEST, spec.told.lists_commands)
+        return compiler_instructions(spec.compiler_instructions)
+    return system_turn(spec.executor_instructions.instructions, REQUEST, spec.executor_instructions.lists_commands)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -54,7 +54,7 @@ def test_every_executor_is_told_that_one_command_is_the_answer_and_knows_what_co
 
 @pytest.mark.parametrize("mode", ["choice", "generate"])
 def test_choice_and_generation_read_the_same_skills_of_the_scene(mode: Literal["choice", "generate"]) -> None:
-    reads = Reads(commands=True)
+    reads = ExecutorView(commands=True)
     executor = FrozenExecutor(tiny_models.lm_backbone(), mode, ALFRED, reads=reads)
     shown = executor.tokenizer.decode(executor.encode(REQUEST).ids)
     assert ALFRED.split("\n")[0] in shown and "\n".join(["The commands:", *SKILLS]) in shown
@@ -67,28 +67,34 @@ def test_choice_and_generation_read_the_same_skills_of_the_scene(mode: Literal["
 
 def test_every_engine_is_told_alike_and_none_means_nothing() -> None:
     closed = ApiExecutor.__new__(ApiExecutor)
-    closed.instructions, closed.sees_images, closed.reads = ALFRED, False, Reads(commands=True)
+    closed.instructions, closed.sees_images, closed.reads = ALFRED, False, ExecutorView(commands=True)
     system, _ = closed.messages(REQUEST)
     assert system == {"role": "system", "content": prompt(registry.find("eb_alfred"), "executor")}
     settings = ExecutorConfig(model="zoo/household/executor", dtype="float32", device="cpu")
-    full = load_frozen(settings, registry.find("eb_alfred").told)
+    full = load_frozen(settings, registry.find("eb_alfred").executor_instructions)
     assert (full.instructions, full.reads.commands) == (ALFRED, True)
-    bare = load_frozen(settings.model_copy(update={"instructions": "none"}), registry.find("eb_alfred").told)
+    bare = load_frozen(
+        settings.model_copy(update={"instructions": "none"}), registry.find("eb_alfred").executor_instructions
+    )
     assert "The commands:" not in bare.tokenizer.decode(bare.encode(REQUEST).ids)
 
 
 def test_somebody_elses_environment_has_a_sound_default() -> None:
     theirs = EnvSpec("theirs", registry.EnvSettings, lambda _: None, splits=lambda _: None)  # type: ignore[arg-type]
-    assert theirs.told == Told(INSTRUCTIONS, lists_commands=True)  # the text names no command
+    assert theirs.executor_instructions == ExecutorInstructions(
+        INSTRUCTIONS, lists_commands=True
+    )  # the text names no command
     assert prompt(theirs, "executor").endswith("\n".join(SKILLS)) and prompt(theirs, "compiler") == LANGUAGE
-    assert replace(theirs, instructions="Say: go to box 1.").told == Told("Say: go to box 1.", lists_commands=False)
+    assert replace(theirs, instructions="Say: go to box 1.").executor_instructions == ExecutorInstructions(
+        "Say: go to box 1.", lists_commands=False
+    )
 
 
 def test_compilers_keep_the_language_and_the_household_is_told_nothing_more() -> None:
     for name in registry.BUILT_IN:
         told = prompt(registry.find(name), "compiler")
         assert told.startswith(LANGUAGE) and (told == LANGUAGE) == (name in ("household", "gymnasium"))
-    system, _ = messages(
+    system, _ = chat_messages(
         compiler_parts(CompileRequest("g", (), None, "see")), prompt(registry.find("alfworld"), "compiler")
     )
     assert "take THING from PLACE" in system["content"]

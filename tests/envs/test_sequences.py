@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_sequences
+from agent.episode import EpisodeLimits, EpisodeSpec, run_sequences
 from agent.expert import ExpertExecutor
 from agent.records import Episode
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from envs.alfworld.environment import TextWorldEnvironment
 from envs.alfworld.export import export_split
-from envs.base import EnvironmentFailure, LivingEnvironment, TaskSequence, living
+from envs.base import EnvironmentFailure, PersistentEnvironment, TaskSequence, is_persistent
 from envs.household.environment import EngineEnvironment, HouseholdEnvironment
 from envs.household.sequences import DRIFT, FAVOURITES, LENGTHS, WORLD
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
@@ -60,7 +60,7 @@ def lived(env: EngineEnvironment, sequence: TaskSequence) -> int:
 
 
 def test_every_goal_is_solvable_when_its_turn_comes() -> None:
-    assert isinstance(HOME, LivingEnvironment) and living(HOME) is HOME
+    assert isinstance(HOME, PersistentEnvironment) and is_persistent(HOME) is HOME
     sequences = HOME.sequences("test")
     assert [s.family for s in sequences] == ["simple"] * 2 + ["composite"] * 3 + ["complex"] * 3
     assert all(lived(HOME, sequence) == len(sequence.tasks) for sequence in sequences)
@@ -132,7 +132,7 @@ def test_sequences_follow_from_the_settings_alone() -> None:
     assert {t.name for t in ITEM_TYPES.values()} >= set(TRAITS)
 
 
-HOUSEHOLD_L = {  # docs/karma.md: seed -> sequences of configs/eval/karma.yaml, as the hash of their manifest begins
+HOUSEHOLD_L = {  # docs/experiments/karma.md: seed -> sequences of configs/eval/karma.yaml, as the hash of their manifest begins
     0: "85179bd77dc09d27",
     1: "7416731913dc702b",
     2: "0f2868976831c458",
@@ -173,7 +173,7 @@ def test_a_task_of_another_world_needs_a_reset() -> None:
 
 def test_who_cannot_go_on_in_one_world_says_so() -> None:
     with pytest.raises(EnvironmentFailure, match="starts every task in a new world"):
-        living(CountingEnv())
+        is_persistent(CountingEnv())
     with pytest.raises(EnvironmentFailure, match=r"set env\.engine=native"):
         TextWorldEnvironment("nowhere").sequences("train")
     with EnvironmentPool(WorkerSpec("tests.envs.hosted_examples:Countdown"), 1) as pool, closing(pool.lease()) as env:
@@ -230,7 +230,7 @@ def specs_of(sequences: list[TaskSequence]) -> list[list[EpisodeSpec]]:
 
 
 def played(make_env, sequences: list[list[EpisodeSpec]], steps: int = 40, **more) -> list[list[Episode]]:
-    return run_sequences(make_env, sequences, Delivery("none", "none"), ExpertExecutor(), Limits(steps), **more)
+    return run_sequences(make_env, sequences, Delivery("none", "none"), ExpertExecutor(), EpisodeLimits(steps), **more)
 
 
 def told(episodes: list[list[Episode]]) -> list[list[dict]]:

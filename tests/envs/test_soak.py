@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from envs.pool import EnvironmentPool
 from envs.spec import PoolLimits, WorkerSpec
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 
 HOMES = WorkerSpec(
     "envs.household.environment:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False}
 )
-LIMITS = PoolLimits(beat_s=0.2, silence_s=4.0, restarts=1000)
+LIMITS = PoolLimits(beat_s=0.2, unresponsive_s=4.0, restarts=1000)
 ROUNDS, JOBS = 8, 250
 EVERY = 40
 
@@ -34,7 +34,7 @@ class FirstCommand:
     """Acts without reading."""
 
     accepts_soft = sees_images = False
-    reads = PAPER
+    reads = PAPER_VIEW
 
     def act(self, requests):
         return [Action(r.admissible[0], Grounding.CHOICE, "", (), 0, 0) for r in requests]
@@ -90,7 +90,12 @@ def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
         for number in range(ROUNDS):
             specs = [EpisodeSpec(tasks[(number + i) % len(tasks)]) for i in range(JOBS)]
             episodes = run_episodes(
-                pool.lease, specs, Delivery("none", "none"), FirstCommand(), Limits(4), on_episode=saboteur.on_episode
+                pool.lease,
+                specs,
+                Delivery("none", "none"),
+                FirstCommand(),
+                EpisodeLimits(4),
+                on_episode=saboteur.on_episode,
             )
             assert [e.task_id for e in episodes] == [spec.task.id for spec in specs]
             for episode in episodes:

@@ -29,7 +29,7 @@ from eval.paper.attention import (
 )
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
-from executor.records import EVERYTHING
+from executor.records import FULL_VIEW
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import inject
@@ -56,7 +56,7 @@ def text_executor(kind: str, **settings: Any) -> FrozenExecutor:
     config, model = {**MODELS, "mistral": (MistralConfig, MistralForCausalLM)}[kind]
     tokenizer = tiny_models.tokenizer()
     made = model(config(vocab_size=len(tokenizer), **GROUPED, **settings))
-    return FrozenExecutor(Backbone(made, tokenizer), reads=EVERYTHING)
+    return FrozenExecutor(Backbone(made, tokenizer), reads=FULL_VIEW)
 
 
 def own_weights(executor: FrozenExecutor, prompt: Prompt) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from agent.deliveries import find, recorded_step
 from agent.disclosure import PIECES, RuleDisclosure, disclose, words
-from agent.episode import EpisodeSpec, Limits
+from agent.episode import EpisodeLimits, EpisodeSpec
 from agent.records import compile_request
 from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.language import Emission, render
@@ -17,9 +17,9 @@ from envs.base import Observation, Task, Transition
 from eval.metrics import results
 from eval.rollouts import Evaluation
 from eval.table import to_markdown
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 from memory.entry import MemoryEntry, Provenance
-from memory.protocol import Fixed, Recall
+from memory.protocol import FixedSession, Recall
 
 GOAL = "in home 3: put a mug in cabinet"
 
@@ -95,7 +95,7 @@ class Reader:
     """An executor that writes down the memory it is shown."""
 
     accepts_soft = sees_images = False
-    reads = PAPER
+    reads = PAPER_VIEW
 
     def __init__(self):
         self.seen = []
@@ -110,7 +110,7 @@ def test_static_top1_shows_the_best_entry_and_static_shows_all() -> None:
     specs, top = ([EpisodeSpec(task, memory) for task in tasks] for memory in ((OTHER, RIGHT), (RIGHT,)))
     for name, shown in (("static", f"{OTHER.text}\n\n{RIGHT.text}"), ("static_top1", RIGHT.text), ("none", "")):
         reader = Reader()
-        evaluation = Evaluation(OneRoom, specs, reader, None, Limits(2), top_specs=top)
+        evaluation = Evaluation(OneRoom, specs, reader, None, EpisodeLimits(2), top_specs=top)
         episodes = evaluation.run(name, played={"t1"})
         assert reader.seen == [shown] * 2 and [e.task_id for e in episodes] == ["t0", "t2"]
         assert {e.delivery for e in episodes} == {name}
@@ -126,8 +126,10 @@ def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
             return [Compilation(render(made), made) for _ in requests]
 
     task, reader = Task("t", "put a mug in cabinet", "home 3", "test", ""), Reader()
-    spec = EpisodeSpec(task, (OTHER, RIGHT), 7, lambda: Fixed(Recall((OTHER, RIGHT))))  # a memory system gives sessions
-    evaluation = Evaluation(OneRoom, [spec], reader, Compiler(), Limits(2))
+    spec = EpisodeSpec(
+        task, (OTHER, RIGHT), 7, lambda: FixedSession(Recall((OTHER, RIGHT)))
+    )  # a memory system gives sessions
+    evaluation = Evaluation(OneRoom, [spec], reader, Compiler(), EpisodeLimits(2))
     [episode] = evaluation.run("compiled_no_memory")
     assert [(request.memory, request.state) for request in asked] == [((), BriefState(spec.goal))]
     assert (episode.memory_ids, episode.memory_text, episode.delivery) == ((), "", "compiled_no_memory")
@@ -144,6 +146,6 @@ def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
 
 
 def test_names_of_deliveries() -> None:
-    assert find("disclosure").make(None, 0).soft is False
+    assert find("disclosure").create(None, 0).soft is False
     with pytest.raises(ValueError, match=r"compiler\.checkpoint"):
-        find("compiled").make(None, 0)
+        find("compiled").create(None, 0)

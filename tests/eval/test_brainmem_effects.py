@@ -17,7 +17,7 @@ from eval.evaluate import ModelCache, evaluate
 from eval.intervals import bootstrap_mean
 from eval.matrix import Cell
 from executor.prompt import ExecutorRequest, executor_text
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 from executor.scripted import ScriptedPlanner
 from memory.brainmem.knowledge import Knowledge, Section
 
@@ -36,7 +36,7 @@ def played(out: Path, settings: dict[str, Any], planner: Any, homes: int, steps:
             **more,
         }
     )
-    with ModelCache.holding(config, planner, None) as loaded:
+    with ModelCache.preloaded(config, planner, None) as loaded:
         evaluate(Cell({}, config), out, loaded, "overwrite")
     return list(read_episodes(out / "episodes.jsonl"))
 
@@ -81,7 +81,7 @@ def test_spatial_memory_shortens_search_from_a_home_s_second_episode_on(
 class Stubborn:
     """Goes to the first place that the prompt does not say it was at lately, and does nothing else."""
 
-    batched, accepts_soft, sees_images, reads = False, False, False, PAPER
+    batched, accepts_soft, sees_images, reads = False, False, False, PAPER_VIEW
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         return [self._act(request) for request in requests]

@@ -90,13 +90,13 @@ def test_every_entry_makes_what_it_says() -> None:
             return []
 
     for name, spec in DELIVERIES.items():
-        made = find(name).make(Trained(), 0, need=lambda request: 1.0)
-        assert (made.need is not None) == spec.where_needed
+        made = find(name).create(Trained(), 0, gate=lambda request: 1.0)
+        assert (made.need is not None) == spec.gated
         assert (made.name, made.kind, made.soft, made.brief_state) == (name, spec.kind, spec.soft, spec.brief_state)
         assert (made.compiler is not None) == (spec.kind == "compiled")
         if spec.needs_checkpoint:
             with pytest.raises(ValueError, match=r"compiler\.checkpoint"):
-                spec.make(None, 0)
+                spec.create(None, 0)
     assert ordered(["zebra", "compiled", "expert_compiler", "none", "a/static"]) == [
         "none",
         "compiled",

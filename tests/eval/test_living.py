@@ -10,7 +10,7 @@ import pytest
 
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.memories import open_memory
+from data_gen.memory_factory import open_memory
 from eval.evaluate import run_eval
 from eval.intervals import bootstrap_ratio
 from eval.living import SubTask, columns, summarise_sequences

@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from configs.collect import MemoryConfig
-from data_gen.memories import make_memory, open_memory
+from data_gen.memory_factory import initialise_memory, open_memory
 from eval.memory_report import drawn, recalled_in, tables_of
 from eval.replays import episode_view
 from memcompiler.cli import app
@@ -27,7 +27,7 @@ SYSTEMS = list(registry.BUILT_IN)
 @pytest.fixture(params=SYSTEMS)
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     made = open_memory(MemoryConfig(system=request.param), tmp_path / "bank")
-    make_memory(made)
+    initialise_memory(made)
     made.commit([[trace(i)] for i in (1, 4, 7)])
     return made
 

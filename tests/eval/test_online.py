@@ -13,14 +13,14 @@ import pytest
 from agent.records import Episode, EpisodeContext, read_episodes
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
-from data_gen.memories import open_memory
+from data_gen.memory_factory import open_memory
 from envs.base import Task
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell, cells
 from eval.online import count_leaks, order_tasks, pool_streams, summarise_stream
 from eval.table import spread, to_markdown
 from executor.prompt import ExecutorRequest
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 from memory.protocol import BankError
 from runtime.errors import StopReason
 from runtime.store import to_json
@@ -34,7 +34,7 @@ STEPS = 12
 class Hopeless:
     """Fails, unless it is told that it failed before: then it does what the expert would."""
 
-    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER
+    needs_expert, batched, accepts_soft, sees_images, reads = True, False, False, False, PAPER_VIEW
 
     def __init__(self, interrupted_at: int | None = None) -> None:
         self.left = interrupted_at
@@ -67,7 +67,7 @@ def config(system: str = "brainmem", deliveries: Sequence[str] = ("none", "live"
 
 
 def run(of: EvalConfig, out: Path, executor: Any = None, on_exists: str = "overwrite") -> dict[str, Any]:
-    with ModelCache.holding(of, executor or Hopeless(), None) as loaded:
+    with ModelCache.preloaded(of, executor or Hopeless(), None) as loaded:
         return evaluate(Cell({}, of), out, loaded, on_exists)
 
 

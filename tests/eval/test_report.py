@@ -79,12 +79,12 @@ def test_a_broken_episode_says_so(tmp_path: Path) -> None:
 def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
     soft = {"n": 4.0, "mu_norm": 71.5, "sigma_mean": 1.25}
     said = {"reason": "the mug was there", "op_errors": ("create: key exists",), "executor_text": "look!"}
-    told = step(0, soft=soft, sure=0.5, **said)
+    told = step(0, soft=soft, confidence=0.5, **said)
     seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
     text = " ".join(seen.text.split())
     shown = (
         "soft tokens n 4 mu norm 71.5 sigma mean 1.25",
-        "sure without compiling 0.50",
+        "confidence without compiling 0.50",
         "because the mug was there",
         "create: key exists",
         "executor promptprompt 0",

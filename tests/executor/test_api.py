@@ -9,20 +9,20 @@ import torch
 from PIL import Image
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from executor.records import Grounding
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint
-from lm.ledger import EndpointStop
 from runtime.errors import StopReason
 from tests.faulty_server import FaultyServer
 
@@ -61,7 +61,7 @@ def specs(n):
 def play(server, n=2, delivery=None, **settings):
     executor = ApiExecutor(Endpoint(server.config(**settings)), "Answer with a command.")
     delivery = delivery or Delivery("none", "none")
-    return run_episodes(Rooms, specs(n), delivery, executor, Limits(max_steps=2), n), executor
+    return run_episodes(Rooms, specs(n), delivery, executor, EpisodeLimits(max_steps=2), n), executor
 
 
 def test_soft_tokens_are_dropped_and_the_record_says_so():
@@ -130,5 +130,5 @@ def test_settings():
     with pytest.raises(ConfigError, match=r"api\.model"):
         load_config(EvalConfig, None, ["executor.engine=api"])
     config = load_config(EvalConfig, None, ["executor={engine: api, api: {model: m, key_env: null}}"])
-    executor = load_executor(config.executor, Told(INSTRUCTIONS))
+    executor = load_executor(config.executor, ExecutorInstructions(INSTRUCTIONS))
     assert isinstance(executor, ApiExecutor) and executor.hash() == "m at https://api.openai.com/v1"

@@ -23,7 +23,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from agent.deliveries import Delivery
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY, CompilerConfig, ExecutorConfig, ServeConfig
@@ -189,7 +189,7 @@ def test_a_server_that_dies_costs_the_episodes_that_need_it() -> None:
                 return super().reset(task)
 
         delivery = Delivery("compiled", "compiled", Recorder())
-        episodes = run_episodes(Env, [spec(1), spec(2), spec(3)], delivery, ours, Limits(), concurrency=1)
+        episodes = run_episodes(Env, [spec(1), spec(2), spec(3)], delivery, ours, EpisodeLimits(), concurrency=1)
     assert [e.stop_reason for e in episodes] == [StopReason.SUCCESS, *[StopReason.EXECUTOR_FAILURE] * 2]
     assert "is it up?" in episodes[1].error or "did not answer" in episodes[1].error
     assert len(episodes[1].steps) == 1

@@ -43,9 +43,9 @@ def test_choice_is_the_most_likely_and_generation_is_grounded():
     chosen = model.act([request(0), request(1, soft=True)])
     assert [a.how for a in chosen] == [Grounding.CHOICE] * 2 and chosen[0].action in COMMANDS[:3]
     free = executor(mode="generate", max_new_tokens=5).act([request(0), request(2, soft=True)])
-    assert all(a.tokens_out <= 5 and a.sure is None for a in free)
+    assert all(a.tokens_out <= 5 and a.confidence is None for a in free)
     likely = model.candidate_logprobs([model.encode(request(0))], [COMMANDS[:3]])[0].softmax(0)
-    assert chosen[0].sure == pytest.approx(float(likely.max()), abs=1e-5)
+    assert chosen[0].confidence == pytest.approx(float(likely.max()), abs=1e-5)
 
 
 def test_drawn_actions_come_as_often_as_their_probability_says():

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode
 from envs.base import FloorPlan
 from envs.household.environment import HouseholdEnvironment
@@ -149,7 +149,7 @@ def played(memory: str = "", steps: int = 80, executor: ProgramExecutor | None =
     specs = [EpisodeSpec(task, entries) for task in tasks]
     delivery = Delivery("static", "static") if memory else Delivery("none", "none")
     return run_episodes(
-        lambda: HouseholdEnvironment(**arguments), specs, delivery, executor or ProgramExecutor(), Limits(steps)
+        lambda: HouseholdEnvironment(**arguments), specs, delivery, executor or ProgramExecutor(), EpisodeLimits(steps)
     )
 
 

@@ -21,7 +21,7 @@ def executor(recompute: bool) -> tuple[FrozenExecutor, list[int]]:
     """A frozen executor, and how often its first layer has run."""
     made = FrozenExecutor(tiny_models.lm_backbone(seed=1))
     if recompute:
-        made.backbone.recompute_layers()
+        made.backbone.enable_gradient_checkpointing()
     return made, runs_of(made.backbone)
 
 
@@ -116,7 +116,7 @@ class _Layer(GradientCheckpointingLayer):
 def test_a_layers_own_mode_is_the_same_in_both_passes(mode):
     backbone = tiny_models.lm_backbone()
     backbone.model = nn.Sequential(_Layer()).train(mode)
-    backbone.recompute_layers()
+    backbone.enable_gradient_checkpointing()
     read = torch.ones(2, 4, requires_grad=True)
     with backbone._checkpointing(True):
         out = backbone.model(read)
@@ -131,4 +131,4 @@ def test_a_model_without_such_layers_says_so():
     backbone = tiny_models.lm_backbone()
     backbone.model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="Linear has no gradient checkpointing"):
-        backbone.recompute_layers()
+        backbone.enable_gradient_checkpointing()

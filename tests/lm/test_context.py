@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from compiler.records import Decoding
 from envs.base import Observation, Task, Transition
 from executor.hf import FrozenExecutor
@@ -93,6 +93,6 @@ def test_one_long_prompt_ends_its_own_episode_only(role):
     specs = [EpisodeSpec(Task(f"t{i}", "put a mug", "home 1", "test", "long" if i == 1 else "")) for i in range(3)]
     compiler = tiny_models.memory_compiler(False)
     delivery = Delivery("compiled", "compiled", compiler) if role == "compiler" else Delivery("none", "none")
-    episodes = run_episodes(Wordy, specs, delivery, executor(), Limits(2))  # type: ignore[arg-type]
+    episodes = run_episodes(Wordy, specs, delivery, executor(), EpisodeLimits(2))  # type: ignore[arg-type]
     assert [str(e.stop_reason) for e in episodes] == ["success", f"{role}_failure", "success"]
     assert episodes[1].error.startswith(f"ContextLengthError: the {role}'s prompt has 8")

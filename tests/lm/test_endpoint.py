@@ -14,9 +14,9 @@ import pytest
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EndpointConfig
-from lm.answers import Fault, read_answer
+from lm.answer_cache import Answer, AnswerCache, EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure, RateLimiter, user_message
-from lm.ledger import Answer, EndpointStop, Ledger
+from lm.responses import RequestFault, parse_answer
 from tests.faulty_server import MODEL, FaultyServer
 
 
@@ -163,12 +163,12 @@ def test_the_longest_wait_is_the_servers():
 
 def test_answers_are_data():
     strange = "{0} %s ${HOME} \ud800 __import__('os')"
-    answer = read_answer('{"choices": [{"message": {"content": "{0} %s ${HOME} \\ud800 __import__(\'os\')"}}]}')
+    answer = parse_answer('{"choices": [{"message": {"content": "{0} %s ${HOME} \\ud800 __import__(\'os\')"}}]}')
     assert answer.text == strange.replace("\ud800", "?") and answer.tokens_out > 0  # estimated, not free
     odd = (
         '\ufeff{"choices": [{"message": {"content": "x"}, "finish_reason": "length"}], "usage": {"prompt_tokens": -5}}'
     )
-    assert read_answer(odd, [user_message("abcdefgh")]) == Answer("x", 3, 1, True)
+    assert parse_answer(odd, [user_message("abcdefgh")]) == Answer("x", 3, 1, True)
 
 
 def choice(content: object = None, reason: str | None = "stop", **message: object) -> dict[str, object]:
@@ -196,7 +196,7 @@ THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
 )
 def test_every_shape_of_an_answer_is_read(shape):
     body = {"choices": [choice(None, "length"), shape], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
-    assert read_answer(json.dumps(body)) == Answer("look", 3, 2)  # of several choices, the first that holds one
+    assert parse_answer(json.dumps(body)) == Answer("look", 3, 2)  # of several choices, the first that holds one
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "go", "arguments": "{}"}}
@@ -240,15 +240,15 @@ def test_failures_of_one_cause_in_a_row_stop_the_run_and_an_answer_between_them_
 
 @pytest.mark.parametrize("shape", [choice(None, None), choice(None, "error"), {"message": None}, {"text": "x"}])
 def test_a_body_without_a_reason_may_pass(shape):
-    with pytest.raises(Fault) as fault:
-        read_answer(json.dumps({"choices": [shape]}))
+    with pytest.raises(RequestFault) as fault:
+        parse_answer(json.dumps({"choices": [shape]}))
     assert fault.value.kind == "no_choice" and not fault.value.final
 
 
 def test_reasoning_tokens_are_named():
     usage = {"completion_tokens": 50, "completion_tokens_details": {"reasoning_tokens": 49}}
-    with pytest.raises(Fault, match="finish_reason length, 49 of 50 tokens were reasoning") as fault:
-        read_answer(json.dumps({"choices": [choice(None, "length")], "usage": usage}))
+    with pytest.raises(RequestFault, match="finish_reason length, 49 of 50 tokens were reasoning") as fault:
+        parse_answer(json.dumps({"choices": [choice(None, "length")], "usage": usage}))
     assert fault.value.paid == (0, 50)
 
 
@@ -322,7 +322,7 @@ def test_an_address_is_checked_with_the_settings(url):
 
 
 def _write(path, start, n):
-    ledger = Ledger(path, MODEL)
+    ledger = AnswerCache(path, MODEL)
     for i in range(start, start + n):
         ledger.keep(f"key {i}", "test", Answer(f"text {i}", 3, 2))
 
@@ -335,10 +335,10 @@ def test_processes_share_a_ledger(tmp_path):
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    ledger = Ledger(path, MODEL)
+    ledger = AnswerCache(path, MODEL)
     assert ledger.spent() == (600, 400) and ledger.answer("key 149") == Answer("text 149", 3, 2)
     assert sqlite3.connect(path).execute("SELECT COUNT(*) FROM answers").fetchone() == (150,)
-    assert Ledger(path, "another model").spent() == (0, 0)
+    assert AnswerCache(path, "another model").spent() == (0, 0)
 
 
 def _open_together(folder, n, barrier, said):
@@ -346,7 +346,7 @@ def _open_together(folder, n, barrier, said):
     for i in range(n):
         barrier.wait(60)
         try:
-            Ledger(folder / f"{i}.sqlite", MODEL)
+            AnswerCache(folder / f"{i}.sqlite", MODEL)
         except EndpointStop as stop:
             failures.append(str(stop))
     said.put(failures)
@@ -371,7 +371,7 @@ def test_a_new_ledger_that_another_process_is_making_is_waited_for(tmp_path):
     other.execute("BEGIN IMMEDIATE")
     release = threading.Timer(0.3, other.rollback)
     release.start()
-    assert Ledger(tmp_path / "a.sqlite", MODEL).spent() == (0, 0)
+    assert AnswerCache(tmp_path / "a.sqlite", MODEL).spent() == (0, 0)
     release.join()
     other.close()
 

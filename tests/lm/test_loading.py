@@ -11,7 +11,7 @@ from transformers.utils import import_utils
 
 from configs.models import ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
@@ -65,7 +65,9 @@ def test_a_spread_model_is_the_same_model(tmp_path: Path) -> None:
 def test_placing_is_a_setting() -> None:
     config = ExecutorConfig(dtype="float32", device_map="auto")
     plain = config.model_copy(update={"device_map": None})
-    assert load_frozen(config, Told("")).act([request(0)]) == load_frozen(plain, Told("")).act([request(0)])
+    assert load_frozen(config, ExecutorInstructions("")).act([request(0)]) == load_frozen(
+        plain, ExecutorInstructions("")
+    ).act([request(0)])
 
 
 # -- fewer bits -------------------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def test_placing_is_a_setting() -> None:
 def test_quantisation_without_bitsandbytes_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_utils, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ValueError, match=r"quantize=4bit needs bitsandbytes.*pip install"):
-        load_frozen(ExecutorConfig(model="no/such-model", quantize="4bit"), Told(""))
+        load_frozen(ExecutorConfig(model="no/such-model", quantize="4bit"), ExecutorInstructions(""))
 
 
 def test_bitsandbytes_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,7 @@ def test_quantisation_is_a_setting_that_transformers_gets(
     monkeypatch.setattr(bitsandbytes, "validate_bnb_backend_availability", lambda **_: True)
     monkeypatch.setattr(backbone.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(backbone, "device_of", lambda name: name)  # this machine may have no GPU
-    load_frozen(ExecutorConfig(dtype="bfloat16", device=device, quantize=bits), Told(""))
+    load_frozen(ExecutorConfig(dtype="bfloat16", device=device, quantize=bits), ExecutorInstructions(""))
     config = asked["quantization_config"]
     assert (config.load_in_8bit, config.load_in_4bit) == (bits == "8bit", bits == "4bit")
     assert bits == "8bit" or (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)

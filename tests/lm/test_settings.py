@@ -11,13 +11,13 @@ from compiler.build import load_compiler
 from configs.load import ConfigError, load_config
 from configs.models import RESERVED_VLLM_ARGS, CompilerConfig, ExecutorConfig, VllmEngine
 from configs.training import GrpoConfig
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.build import load_frozen
 from lm import backbone as backbones
-from lm.backbone import backbone_of, load_encoder
+from lm.backbone import load_configured_backbone, load_encoder
 from lm.device import device_of, dtype_of
-from lm.prompt import Part, PromptEncoder
-from lm.vllm import SETTINGS, load_engine, pinned
+from lm.prompt import PromptEncoder, PromptPart
+from lm.vllm import SETTINGS, load_engine, revision_arguments
 from tests import tiny_models
 
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "device": "cpu", "instructions": "none"}
@@ -71,7 +71,7 @@ def test_auto_is_the_number_format_that_the_device_computes_in(narrow: bool, mon
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: narrow)
     assert dtype_of("auto", "cuda:0") is (torch.bfloat16 if narrow else torch.float32)
     assert dtype_of("auto", "cpu") is torch.float32 and dtype_of("float16", "cpu") is torch.float16
-    model = backbone_of(CompilerConfig(**{**TINY, "dtype": "auto"})).model
+    model = load_configured_backbone(CompilerConfig(**{**TINY, "dtype": "auto"})).model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -81,7 +81,7 @@ def test_auto_is_the_number_format_that_the_device_computes_in(narrow: bool, mon
 def test_attention_is_a_setting_of_both_models():
     for attention in ("eager", "sdpa"):
         compiler = load_compiler(CompilerConfig(**TINY, attention=attention), Tabled())
-        executor = load_frozen(ExecutorConfig(**TINY, attention=attention), Told(""))
+        executor = load_frozen(ExecutorConfig(**TINY, attention=attention), ExecutorInstructions(""))
         for model in (compiler.backbone, executor.backbone):
             assert model.model.config._attn_implementation == attention and model.attends_fully
     with pytest.raises(ValidationError, match="attention"):
@@ -115,18 +115,21 @@ def test_a_revision_reaches_config_weights_and_processor(monkeypatch):
         monkeypatch.setattr(backbones, kind, recorder(kind))
     monkeypatch.setattr(backbones, "Backbone", lambda *arguments: arguments)
     monkeypatch.setattr(backbones, "share_heads", lambda model: None)
-    backbone_of(CompilerConfig(model="someone/model", revision="abc123", device="cpu"))
+    load_configured_backbone(CompilerConfig(model="someone/model", revision="abc123", device="cpu"))
     assert {kind for kind, *_ in asked} == {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"}
     assert {(name, revision) for _, name, revision in asked} == {("someone/model", "abc123")}
 
 
 def test_a_folder_has_no_revisions():
     with pytest.raises(ValueError, match="is a folder: a revision needs a model on the Hub"):
-        backbone_of(CompilerConfig(**TINY, revision="abc123"))
+        load_configured_backbone(CompilerConfig(**TINY, revision="abc123"))
 
 
 def test_vllm_is_told_the_revision_of_model_and_tokenizer():
-    assert pinned(None) == {} and pinned("abc") == {"revision": "abc", "tokenizer_revision": "abc"}
+    assert revision_arguments(None) == {} and revision_arguments("abc") == {
+        "revision": "abc",
+        "tokenizer_revision": "abc",
+    }
 
 
 # chat template -------------------------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ def thinking() -> object:
 
 def test_arguments_reach_the_chat_template():
     plain, told = PromptEncoder(thinking()), PromptEncoder(thinking(), arguments={"enable_thinking": False})
-    a, b = (encoder.encode([Part("hello")]).ids for encoder in (plain, told))
+    a, b = (encoder.encode([PromptPart("hello")]).ids for encoder in (plain, told))
     assert b[: len(a)] == a and told.tokenizer.decode(b[len(a) :]) == "<think></think>"
 
 
@@ -148,7 +151,7 @@ def test_arguments_that_a_template_does_not_ask_for_are_refused():
     with pytest.raises(ValueError, match="does not use enable_thinking"):
         load_encoder("zoo/household/compiler", arguments={"enable_thinking": False})
     with pytest.raises(ValueError, match="does not use enable_thinking"):
-        backbone_of(ExecutorConfig(**TINY, chat_template={"enable_thinking": False}))
+        load_configured_backbone(ExecutorConfig(**TINY, chat_template={"enable_thinking": False}))
 
 
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "chat_template", "a b"])
@@ -166,7 +169,7 @@ def test_engine_arguments_go_through_by_name(monkeypatch):
     config = load_config(
         GrpoConfig, None, ["compiler.vllm.extra={kv_cache_dtype: fp8, compilation_config: {level: 3}}"]
     )
-    load_engine("folder", "bfloat16", {**SETTINGS, **pinned("abc")}, config.compiler.vllm)
+    load_engine("folder", "bfloat16", {**SETTINGS, **revision_arguments("abc")}, config.compiler.vllm)
     assert given["kv_cache_dtype"] == "fp8" and given["compilation_config"] == {"level": 3}
     assert given["revision"] == "abc" and given["max_num_seqs"] == 64 and "extra" not in given
 
@@ -206,4 +209,4 @@ def test_everything_that_our_backends_set_is_refused(monkeypatch):
     from compiler.vllm import engine_settings as of_compiler
     from executor.vllm import engine_settings as of_executor
 
-    assert {*of_compiler(16), *of_executor(), *pinned("x")} <= set(RESERVED_VLLM_ARGS)
+    assert {*of_compiler(16), *of_executor(), *revision_arguments("x")} <= set(RESERVED_VLLM_ARGS)

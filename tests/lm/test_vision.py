@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import executor_request
 from compiler.hf import MemoryCompiler
 from configs.models import ExecutorConfig
@@ -26,7 +26,7 @@ from envs.base import Observation, Task, Transition
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import Prompt
-from lm.replies import answer_text
+from lm.reply_cleaning import clean_reply
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
 from training.sft_data import encode_row
@@ -110,7 +110,7 @@ def test_generation_equals_the_models_own_forward_pass() -> None:
             if token == model.end_id:
                 break
             answer.append(token)
-        assert (made.text, made.tokens_out) == (answer_text(model.tokenizer.decode(answer)), len(answer))
+        assert (made.text, made.tokens_out) == (clean_reply(model.tokenizer.decode(answer)), len(answer))
 
 
 def test_picture_and_soft_tokens_both_count() -> None:
@@ -270,10 +270,14 @@ def test_loading_goes_by_the_models_config() -> None:
     from executor.build import load_executor
 
     settings = {"dtype": "float32", "device": "cpu", "instructions": "none"}
-    seeing = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), **settings), HOUSEHOLD.told)
-    reading = load_executor(ExecutorConfig(model=str(vllm_engines.folder(False)), **settings), HOUSEHOLD.told)
+    seeing = load_executor(
+        ExecutorConfig(model=str(vllm_engines.folder(True)), **settings), HOUSEHOLD.executor_instructions
+    )
+    reading = load_executor(
+        ExecutorConfig(model=str(vllm_engines.folder(False)), **settings), HOUSEHOLD.executor_instructions
+    )
     blind = load_executor(
-        ExecutorConfig(model=str(vllm_engines.folder(True)), images=False, **settings), HOUSEHOLD.told
+        ExecutorConfig(model=str(vllm_engines.folder(True)), images=False, **settings), HOUSEHOLD.executor_instructions
     )
     assert (seeing.sees_images, reading.sees_images, blind.sees_images) == (True, False, False)
     assert seeing.act(REQUESTS) == executor().act(REQUESTS)
@@ -305,7 +309,7 @@ def test_the_loop_shows_the_view_to_executors_that_see(images: bool) -> None:
     encode = model.encode
     model.encode = lambda asked: (seen.append(asked), encode(asked))[1]  # type: ignore[method-assign]
     spec = EpisodeSpec(Task("1", "put a mug in cabinet", "home 1", "test", ""))
-    [episode] = run_episodes(OneRoom, [spec], Delivery("none", "none"), model, Limits(1))
+    [episode] = run_episodes(OneRoom, [spec], Delivery("none", "none"), model, EpisodeLimits(1))
     assert episode.success and [r.image is not None for r in seen] == [images]
     assert ("view: [picture]\nsee: a room" in episode.steps[0].executor_prompt) == images
     assert episode.steps[0].executor_prompt_ids.count(model.model.config.image_token_id) == 16 * images

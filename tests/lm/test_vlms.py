@@ -22,9 +22,9 @@ from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone, load_backbone
-from lm.prompt import Part, Picture, Prompt, PromptEncoder, merge, messages
-from lm.replies import answer_text
-from lm.vision import check_vision_model, concatenate_pictures, vision_parts
+from lm.prompt import Picture, Prompt, PromptEncoder, PromptPart, chat_messages, merge_text_parts
+from lm.reply_cleaning import clean_reply
+from lm.vision import check_vision_model, concatenate_pictures, vision_modules
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
 from training.sft_data import encode_row
@@ -69,11 +69,11 @@ def request(i: int, image: bool = True, soft: bool = True) -> ExecutorRequest:
 ASKED = [request(0), request(1, image=False), request(2, soft=False), request(4)]
 
 
-def read(encoder: PromptEncoder, parts: Sequence[Part], instructions: str) -> dict[str, torch.Tensor]:
+def read(encoder: PromptEncoder, parts: Sequence[PromptPart], instructions: str) -> dict[str, torch.Tensor]:
     """What the model's own processor makes of a chat."""
     placeholder = encoder.tokenizer.convert_ids_to_tokens(encoder.memory_id)
     texts = [replace(part, text=part.text + placeholder * part.soft, soft=0) for part in parts]
-    chat = messages(merge(texts), instructions, typed=True)
+    chat = chat_messages(merge_text_parts(texts), instructions, typed=True)
     text = encoder.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     images = [part.image for part in parts if part.image is not None] or None
     return dict(encoder.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
@@ -97,7 +97,7 @@ def executor(family: str, **settings: Any) -> FrozenExecutor:
 
 
 def inputs_of(model: FrozenExecutor, asked: ExecutorRequest) -> dict[str, torch.Tensor]:
-    chat: list[tuple[Sequence[Part], str]] = []
+    chat: list[tuple[Sequence[PromptPart], str]] = []
     encode = model.encoder.encode
     model.encoder.encode = lambda parts, told="": (chat.append((parts, told)), encode(parts, told))[1]  # type: ignore[method-assign]
     model.encode(asked)
@@ -111,7 +111,13 @@ def inputs_of(model: FrozenExecutor, asked: ExecutorRequest) -> dict[str, torch.
 @every
 def test_pictures_one_by_one_are_what_the_processor_makes_of_them_together(family: str) -> None:
     encoder = tiny_vlms.backbone(family)
-    parts = [Part("see: "), Part(image=view(0)), Part(" and "), Part(image=view(1)), Part(image=view(0))]
+    parts = [
+        PromptPart("see: "),
+        PromptPart(image=view(0)),
+        PromptPart(" and "),
+        PromptPart(image=view(1)),
+        PromptPart(image=view(0)),
+    ]
     prompt, inputs = encoder.encode(parts, "Act."), read(encoder, parts, "Act.")
     assert prompt.ids == tuple(inputs["input_ids"][0].tolist())
     assert prompt.ids.count(encoder.image_id) == sum(picture.tokens for picture in prompt.pictures)
@@ -155,15 +161,15 @@ def test_an_executor_generates_what_the_models_own_forward_pass_chooses(family: 
             if token == model.end_id:
                 break
             answer.append(token)
-        assert (made.text, made.tokens_out) == (answer_text(model.tokenizer.decode(answer)), len(answer))
+        assert (made.text, made.tokens_out) == (clean_reply(model.tokenizer.decode(answer)), len(answer))
 
 
 def test_tokens_of_a_picture_that_see_one_another_are_read_as_such() -> None:
     """Gemma 3, also where all layers attend to everything: no tree mask, no beginning that is read once."""
     model = tiny_vlms.backbone("gemma3", layer_types=["full_attention"] * 2)
     assert not model.attends_fully and tiny_vlms.backbone("llava").attends_fully
-    prompt = model.encode([Part("see: "), Part(image=view(0))])
-    batch = model.pad([prompt, model.encode([Part("see: a mug")])], "left")
+    prompt = model.encode([PromptPart("see: "), PromptPart(image=view(0))])
+    batch = model.pad([prompt, model.encode([PromptPart("see: a mug")])], "left")
     assert batch.vision["token_type_ids"].sum(1).tolist() == [4, 0]
     with torch.no_grad():
         told = model.hidden(batch)[0]
@@ -214,7 +220,7 @@ def test_the_picture_reaches_the_soft_tokens(family: str) -> None:
 @every
 def test_the_adapter_is_on_the_language_model_alone(family: str) -> None:
     compiler = tiny_vlms.memory_compiler(family)
-    model, parts = compiler.backbone.model, vision_parts(compiler.backbone.model)
+    model, parts = compiler.backbone.model, vision_modules(compiler.backbone.model)
     assert set(parts) == TOWERS[family]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     language = {name for name, module in model.named_modules() if module is model.get_decoder()}.pop()
@@ -304,7 +310,7 @@ def test_it_loads_from_an_ordinary_folder(family: str, tmp_path: Any) -> None:
     made = tiny_vlms.backbone(family)
     save(tmp_path, made.model, made.processor)
     loaded = load_backbone(tmp_path, torch.float32, "cpu")
-    parts = [Part("see: "), Part(image=view(1)), Part("\n")]
+    parts = [PromptPart("see: "), PromptPart(image=view(1)), PromptPart("\n")]
     prompts = [model.encode(parts, "Act.") for model in (made, loaded)]
     assert prompts[0].ids == prompts[1].ids
     with torch.no_grad():
@@ -338,9 +344,15 @@ def test_a_text_that_spells_special_tokens_is_text_beside_pictures_too(family: s
     encoder = tiny_vlms.backbone(family)
     special = set(encoder.tokenizer.added_tokens_decoder)
     marks = " ".join(token.content for token in encoder.tokenizer.added_tokens_decoder.values())
-    for pictures in ([], [Part(image=view(0))], [Part(image=view(0)), Part(" "), Part(image=view(1))]):
-        plain = encoder.encode([Part("a sign says "), *pictures, Part("."), Part(soft=2)], "Act.")
-        spelled = encoder.encode([Part(f"a sign says {marks}"), *pictures, Part(f"{marks}."), Part(soft=2)], "Act.")
+    for pictures in (
+        [],
+        [PromptPart(image=view(0))],
+        [PromptPart(image=view(0)), PromptPart(" "), PromptPart(image=view(1))],
+    ):
+        plain = encoder.encode([PromptPart("a sign says "), *pictures, PromptPart("."), PromptPart(soft=2)], "Act.")
+        spelled = encoder.encode(
+            [PromptPart(f"a sign says {marks}"), *pictures, PromptPart(f"{marks}."), PromptPart(soft=2)], "Act."
+        )
         assert [id for id in spelled.ids if id in special] == [id for id in plain.ids if id in special]
         assert encoder.tokenizer.decode(spelled.ids).count(marks) == 2
         assert [p.tokens for p in spelled.pictures] == [p.tokens for p in plain.pictures]
@@ -350,9 +362,9 @@ def test_a_chat_template_that_leaves_something_out_is_refused() -> None:
     _, processor = tiny_vlms.llava()
     processor.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content[0].text }}{% endfor %}"
     encoder = PromptEncoder(processor)
-    assert encoder.encode([Part("look")]).ids == encoder.ids("look")
+    assert encoder.encode([PromptPart("look")]).ids == encoder.ids("look")
     with pytest.raises(ValueError, match="drops part of its input"):
-        encoder.encode([Part("look")], "Act.")
+        encoder.encode([PromptPart("look")], "Act.")
 
 
 def test_pictures_of_unequal_sizes_are_filled_up_where_the_model_is_told_of_it() -> None:

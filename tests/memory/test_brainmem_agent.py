@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from configs.collect import MemoryConfig
-from data_gen.memories import open_memory
-from lm.ledger import EndpointStop
+from data_gen.memory_factory import open_memory
+from lm.answer_cache import EndpointStop
 from memory.brainmem import agent
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.system import BrainMem

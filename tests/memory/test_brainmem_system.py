@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor
-from data_gen.experience import traces_of
+from data_gen.experience import episode_traces
 from envs.base import Task
 from envs.household.environment import HouseholdEnvironment
 from memory.brainmem.settings import BrainMemSettings
@@ -66,18 +66,18 @@ def test_teachers_read_the_spatial_graph_the_surest_place_first(tmp_path: Path) 
 
 
 def test_an_experts_walks_never_contradict_themselves(tmp_path: Path) -> None:
-    """Section 7, check 8, on generated homes; real games: docs/brainmem.md."""
+    """Section 7, check 8, on generated homes; real games: docs/experiments/brainmem.md."""
     env = HouseholdEnvironment(scenes={"train": 40})
     played = run_episodes(
         lambda: env,
         [EpisodeSpec(task) for task in env.tasks("train")[:140]],
         Delivery("expert", "none"),
         ExpertExecutor(),
-        Limits(50),
+        EpisodeLimits(50),
         1,
     )
     memory, steps = taught(tmp_path), 0
-    for [walk] in traces_of(played):
+    for [walk] in episode_traces(played):
         session = memory.session(Query(walk.task), Recall())
         for record in walk.records:
             session.recall(record.observation)
@@ -94,7 +94,7 @@ def test_an_empty_memory_says_its_fixed_advice_alone(tmp_path: Path) -> None:
     assert told(memory) == {} and not list(memory)
     session = memory.session(Query(TASK), memory.recall([Query(TASK)])[0])
     session.observe(EPISODES[0].records[0])
-    assert session.recall(ARRIVED) == Recall(made=True)
+    assert session.recall(ARRIVED) == Recall(generated=True)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_versions_twice_and_again_elsewhere_give_the_same_bytes(tmp_path: Path) 
         taught(tmp_path / "two", *EPISODES[:2])
     )
     other = BrainMem(tmp_path / "three")
-    other.take_over(memory)
+    other.merge_from(memory)
     assert told(other) == told(memory) and other.origins() == memory.origins()
     assert {entry.id for entry in other} == {entry.id for entry in memory}
 

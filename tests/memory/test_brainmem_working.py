@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from envs.base import Task
-from envs.household.telling import Body, kind, moved, objects, room, summary, views
+from envs.household.observation_parser import (
+    AgentState,
+    goal_objects,
+    kind,
+    moved_object,
+    parse_places,
+    parse_room,
+    state_summary,
+)
 from memory.brainmem.settings import Working
 from memory.brainmem.working import WorkStep, render_section, success_rate, warnings
 
@@ -79,32 +87,38 @@ def test_what_is_consistent_is_not() -> None:
 
 
 def test_the_body_follows_actions_and_feedback() -> None:
-    body = Body().after("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a mug 1.")
-    assert body == Body("shelf 1") and body.holding == "holding nothing"
+    body = AgentState().after("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a mug 1.")
+    assert body == AgentState("shelf 1") and body.holding == "holding nothing"
     body = body.after("take mug 1 from shelf 1", "You pick up the mug 1 from the shelf 1.")
-    assert body == Body("shelf 1", "mug 1") == body.after("go to moon 1", "Nothing happens.")
+    assert body == AgentState("shelf 1", "mug 1") == body.after("go to moon 1", "Nothing happens.")
     assert body.after("heat mug 1 with microwave 1", "You heat the mug 1 using the microwave 1.") == body
     assert body.after("move mug 1 to desk 1", "You move the mug 1 to the desk 1.").holds == ""
     assert body.after("inventory", "You are not carrying anything.").holds == ""
-    assert Body().after("inventory", "You are carrying: a mug 1.").holds == "mug 1"
+    assert AgentState().after("inventory", "You are carrying: a mug 1.").holds == "mug 1"
 
 
 def test_views_say_what_is_where() -> None:
     text = "You open the safe 1. The safe 1 is open. In it, you see a pen 2, and a mug 1."
-    assert [(view.at, view.seen) for view in views(text)] == [("safe 1", ("pen 2", "mug 1"))]
-    assert [(v.at, v.seen) for v in views("On the desk 2, you see nothing.")] == [("desk 2", ())]
-    assert list(views("The safe 1 is closed.")) == []
+    assert [(view.at, view.seen) for view in parse_places(text)] == [("safe 1", ("pen 2", "mug 1"))]
+    assert [(v.at, v.seen) for v in parse_places("On the desk 2, you see nothing.")] == [("desk 2", ())]
+    assert list(parse_places("The safe 1 is closed.")) == []
     first = "You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, and a safe 1."
-    assert room(first) == ("bed 1", "desk 2", "safe 1")
-    assert moved("You pick up the mug 1 from the shelf 1.") == "mug 1" == moved("You move the mug 1 to the desk 1.")
-    assert moved("Nothing happens.") == "" and kind("mug 12") == "mug" and kind("home") == "home"
+    assert parse_room(first) == ("bed 1", "desk 2", "safe 1")
+    assert (
+        moved_object("You pick up the mug 1 from the shelf 1.")
+        == "mug 1"
+        == moved_object("You move the mug 1 to the desk 1.")
+    )
+    assert moved_object("Nothing happens.") == "" and kind("mug 12") == "mug" and kind("home") == "home"
 
 
 def test_summaries_do_not_depend_on_order_or_white_space() -> None:
-    one = summary("On the desk 2, you see a pen 1, and a mug 1.", Body("desk 2"))
-    assert one == summary("On the  desk 2, you see a mug 1, and a pen 1.".replace("  ", " "), Body("desk 2"))
+    one = state_summary("On the desk 2, you see a pen 1, and a mug 1.", AgentState("desk 2"))
+    assert one == state_summary(
+        "On the  desk 2, you see a mug 1, and a pen 1.".replace("  ", " "), AgentState("desk 2")
+    )
     assert one == "at desk 2 | sees: mug 1, pen 1 | holding nothing"
-    assert summary("a  strange\nroom", Body()) == "at start | sees: a strange room | holding nothing"
+    assert state_summary("a  strange\nroom", AgentState()) == "at start | sees: a strange room | holding nothing"
 
 
 @pytest.mark.parametrize(
@@ -118,4 +132,4 @@ def test_summaries_do_not_depend_on_order_or_white_space() -> None:
     ],
 )
 def test_the_object_of_a_goal(goal: str, named: set[str]) -> None:
-    assert objects(Task("t", goal, "", "", "")) == named
+    assert goal_objects(Task("t", goal, "", "", "")) == named

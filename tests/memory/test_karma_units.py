@@ -19,10 +19,10 @@ from envs.spec import WorkerSpec
 from memory.karma.graph import SceneGraph, build_graph, read_graph
 from memory.karma.recall import distances, nearest
 from memory.karma.settings import KarmaSettings
-from memory.karma.system import Home, Karma, KarmaLife, object_of
-from memory.karma.units import HAND, ShortTerm, Unit, read_states, read_unit
-from memory.protocol import Lasting, Query, Record, Trace, life_in
-from memory.registry import Tools
+from memory.karma.system import HomeMemory, Karma, KarmaWorldSession, object_of
+from memory.karma.units import HAND, ObjectUnit, ShortTerm, read_states, read_unit
+from memory.protocol import Query, Record, SupportsWorldSessions, Trace, open_world_session
+from memory.registry import MemoryTools
 
 FEW = {"simple": 1, "composite": 1, "complex": 1}
 HOMES = {"images": False, "fixed_objects": 20, "visual_share": 0.0, "scenes": {"test": 4}, "sequences": FEW}
@@ -55,22 +55,22 @@ def short(records: list[Record], named: str = "", **settings: object) -> ShortTe
 def test_the_nearest_units_come_first() -> None:
     vectors = {"q": (1, 0), "a 1": (0.8, 0.6), "b 1": (0, 1), "c 1": (-1, 0)}
     embed = lambda texts: np.array([vectors["q" if text == "q" else f"{text[0]} 1"] for text in texts], float)
-    units = [Unit(id, "shelf 1", version=n) for n, id in enumerate(("c 1", "a 1", "b 1"), start=1)]
+    units = [ObjectUnit(id, "shelf 1", version=n) for n, id in enumerate(("c 1", "a 1", "b 1"), start=1)]
     far = distances("q", ["a is in shelf 1", "b is in shelf 1", "c is in shelf 1"], embed)
     assert far == pytest.approx([0.2, 1, 2])
     assert [unit.id for unit in nearest("q", units, 2, embed)] == ["a 1", "b 1"]
 
 
 def test_of_units_that_are_as_near_the_one_written_last_comes_first() -> None:
-    units = [Unit(f"mug {n}", "shelf 1", version=v) for n, v in ((1, 5), (2, 9), (3, 7))]
+    units = [ObjectUnit(f"mug {n}", "shelf 1", version=v) for n, v in ((1, 5), (2, 9), (3, 7))]
     assert [unit.id for unit in nearest("put a mug in desk", units, 3)] == ["mug 2", "mug 3", "mug 1"]
 
 
 def test_words_of_an_instruction_find_the_thing_that_it_names() -> None:
     units = [
-        Unit("plate 1", "cabinet 2", ("cleaned",), version=3),
-        Unit("mug 1", "cabinet 4", version=1),
-        Unit("egg 1", "fridge 1", version=2),
+        ObjectUnit("plate 1", "cabinet 2", ("cleaned",), version=3),
+        ObjectUnit("mug 1", "cabinet 4", version=1),
+        ObjectUnit("egg 1", "fridge 1", version=2),
     ]
     assert nearest("put a clean mug in cabinet", units, 1)[0].id == "mug 1"
 
@@ -123,8 +123,8 @@ def test_refused_actions_tell_nothing() -> None:
 
 
 def test_units_are_read_back_and_other_text_is_not() -> None:
-    unit = Unit("apple 1", "fridge 1", ("cooled", "cleaned"))
-    assert read_unit(unit.text) == unit and read_unit("lamp 1 is on") == Unit("lamp 1", "", ("on",))
+    unit = ObjectUnit("apple 1", "fridge 1", ("cooled", "cleaned"))
+    assert read_unit(unit.text) == unit and read_unit("lamp 1 is on") == ObjectUnit("lamp 1", "", ("on",))
     for text in ("", "go to shelf 1", "apple 1 is in fridge 1; pear 1 is hot", "apple 1 is in {0} fridge"):
         assert read_unit(text) is None
 
@@ -145,8 +145,8 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
         asked.append(messages[1]["content"])
         return "apple 1: dirty"
 
-    home = Home("w", "home 1", KarmaSettings(states="vlm"), Tools(ask=ask))
-    life = KarmaLife(home)
+    home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask))
+    life = KarmaWorldSession(home)
     session = life.session(Query(TASK))
     session.recall("")
     records = (took("apple 1", "fridge 1"), put("apple 1", "desk 1"))
@@ -164,8 +164,8 @@ def test_a_model_that_sees_is_shown_the_views_of_the_task() -> None:
         return "apple 1: sliced"
 
     for part, shown in ((lambda part: {"part": part}, True), (None, False)):
-        home = Home("w", "home 1", KarmaSettings(states="vlm"), Tools(ask=ask, part=part))
-        life = KarmaLife(home)
+        home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask, message_part=part))
+        life = KarmaWorldSession(home)
         session = life.session(Query(TASK))
         session.recall("")
         session.observe(took("apple 1", "fridge 1"))
@@ -235,8 +235,8 @@ def test_every_place_of_a_home_is_in_one_area_and_long_term_memory_never_changes
 def test_short_term_memory_lasts_from_task_to_task_of_one_world_and_no_longer() -> None:
     [sequence, *_] = home_sequences()
     memory = Karma("nowhere")
-    assert isinstance(memory, Lasting)
-    life = life_in(sequence, memory)
+    assert isinstance(memory, SupportsWorldSessions)
+    life = open_world_session(sequence, memory)
     session = life.session(Query(TASK))
     assert [entry.provenance.source for entry in session.recall("").entries] == ["karma/long"]
     session.observe(took("apple 1", "fridge 1"))
@@ -248,7 +248,7 @@ def test_short_term_memory_lasts_from_task_to_task_of_one_world_and_no_longer() 
         "The task before was: put a clean apple in fridge (done)",
     ]
     assert object_of(entries[1].id) == "apple 1" and object_of(entries[0].id) == ""
-    assert len(life_in(sequence, memory).session(Query(TASK)).recall("").entries) == 1
+    assert len(open_world_session(sequence, memory).session(Query(TASK)).recall("").entries) == 1
 
 
 def test_a_recall_counts_as_one_use_however_often_a_task_asks() -> None:

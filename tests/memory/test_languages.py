@@ -23,7 +23,7 @@ from memory.s3mem.anchors import Vocabulary, matches_date, parse_question
 from memory.s3mem.rule_writer import write_units
 from memory.s3mem.text import proper_names
 from memory.trajectory import goal_without_scene
-from memory.words import shortened, terms, word_tokens
+from memory.words import search_terms, truncate_words, word_tokens
 from tests.memory.languages import ANSWERS, LANGUAGES
 
 every_language = pytest.mark.parametrize("language", LANGUAGES.values(), ids=LANGUAGES)
@@ -125,12 +125,12 @@ def test_a_line_of_a_model_loses_its_mark_and_no_number(said: str, kept: str) ->
 @every_language
 def test_a_long_answer_of_the_world_is_cut_alike(language) -> None:
     text = " ".join(language.turns * 9)
-    cut = shortened(text, 16)
+    cut = truncate_words(text, 16)
     assert text.startswith(cut) and 0.6 <= word_tokens(cut) / word_tokens("word " * 16) <= 1.1
-    assert shortened(language.turns[-1], 99) == " ".join(language.turns[-1].split())
+    assert truncate_words(language.turns[-1], 99) == " ".join(language.turns[-1].split())
 
 
 def test_encoded_data_costs_what_it_is_and_has_few_terms() -> None:
     data = "data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUgAA" * 5000
-    assert word_tokens(data) > 50_000 and len(terms(data)) < 50 and len(terms(f"图{data}图 杯子")) < 60
+    assert word_tokens(data) > 50_000 and len(search_terms(data)) < 50 and len(search_terms(f"图{data}图 杯子")) < 60
     assert word_tokens("a photo of a cat") == pytest.approx(1.3 * 5)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from envs.base import Task
 from memory.bank import MemoryBank
 from memory.bank_table import CROWDED, BankError
-from memory.entry import MemoryEntry, Provenance, Written
+from memory.entry import MemoryEntry, Provenance, WriteResult
 from memory.protocol import MemorySystem
 from memory.retrieval import BankRanker
 from tests.memory.entries import entry
@@ -40,7 +40,7 @@ def bank(tmp_path: Path) -> MemoryBank:
 
 def test_what_is_written_is_read_back_in_order(bank: MemoryBank):
     written = [entry(i, images=i % 3) for i in (3, 1, 2, 0)]
-    assert bank.write(written[0]) == Written(1) and bank.write(written[1:]) == Written(3)
+    assert bank.write(written[0]) == WriteResult(1) and bank.write(written[1:]) == WriteResult(3)
     for reader in (bank, MemoryBank(bank.path)):
         assert reader.entries() == list(reader) == written and len(reader) == 4
         assert reader["e00002"] == written[2]
@@ -69,7 +69,7 @@ def test_any_string_is_data(tmp_path_factory, id, text, task, scene, goal, split
     bank.write(made)
     clean = json.loads(json.dumps(id).encode("ascii")).encode("utf-8", "replace").decode()
     found = bank[id]
-    assert found.id == clean and bank.write(made) == Written(0, 1)
+    assert found.id == clean and bank.write(made) == WriteResult(0, 1)
     if json.dumps(text).count("\\ud") == 0 and len(bank) == 1:
         assert found.text == text and found.images == tuple(images)
 
@@ -89,14 +89,19 @@ def test_an_entry_without_an_id_is_refused(bank: MemoryBank):
 
 
 def test_a_known_id_is_ignored_and_counted(bank: MemoryBank):
-    assert bank.write([entry(1), entry(2), entry(1)]) == Written(2, 1)
+    assert bank.write([entry(1), entry(2), entry(1)]) == WriteResult(2, 1)
     version = bank.snapshot()
     changed = MemoryEntry("e00001", "other text", entry(1).provenance)
-    assert bank.write([changed, entry(2)]) == Written(0, 2) and bank.snapshot() == version
+    assert bank.write([changed, entry(2)]) == WriteResult(0, 2) and bank.snapshot() == version
     assert bank["e00001"] == entry(1)
     other = MemoryBank(bank.path)
-    assert other.write([changed, entry(3)]) == Written(1, 1)
-    assert bank.write([entry(3), entry(4)]) == Written(1, 1) and ids(bank) == ["e00001", "e00002", "e00003", "e00004"]
+    assert other.write([changed, entry(3)]) == WriteResult(1, 1)
+    assert bank.write([entry(3), entry(4)]) == WriteResult(1, 1) and ids(bank) == [
+        "e00001",
+        "e00002",
+        "e00003",
+        "e00004",
+    ]
 
 
 def test_concurrent_writers_never_store_an_id_twice(bank: MemoryBank):
@@ -170,7 +175,7 @@ def test_kill_9_between_and_within_appends(tmp_path: Path):
         assert n >= confirmed + 1 and bank.entries() == [entry(i, images=2) for i in range(n)]
         assert len(bank.retrieve([TASK])[0]) == 4 or n < 4
         start = n
-    assert MemoryBank(path).write([entry(0), entry(start)]) == Written(1, 1)
+    assert MemoryBank(path).write([entry(0), entry(start)]) == WriteResult(1, 1)
 
 
 def open_and_write(folder: Path, number: int, rounds: int, together: Any, said: Any) -> None:
@@ -287,7 +292,7 @@ def test_reading_a_missing_bank(bank: MemoryBank, read: str):
 
 def test_an_empty_bank_is_a_bank(tmp_path: Path):
     for bank in (MemoryBank(tmp_path / "a"), MemoryBank(tmp_path / "b")):
-        assert bank.write([]) == Written(0, 0)
+        assert bank.write([]) == WriteResult(0, 0)
         assert len(bank) == 0 and bank.entries() == [] and bank.snapshot() == bank.snapshot() >= 1
         assert bank.retrieve([TASK])[0] == [] and bank.retrieve([TASK, TASK]) == [[], []]
         assert bank.inspect()["entries"] == 0 and bank.export_jsonl(tmp_path / "x.jsonl") == 0
@@ -298,7 +303,7 @@ def test_a_process_killed_while_making_the_bank(bank: MemoryBank):
     (bank.path / "entries.lance" / "data").mkdir(parents=True)
     with pytest.raises(BankError, match="no memory bank at"):
         len(bank)
-    assert bank.write(entry(1)) == Written(1) and bank.entries() == [entry(1)]
+    assert bank.write(entry(1)) == WriteResult(1) and bank.entries() == [entry(1)]
 
 
 def test_a_file_and_a_folder_of_something_else(tmp_path: Path):
@@ -351,9 +356,9 @@ def test_export_and_import(bank: MemoryBank, tmp_path: Path):
     assert bank.export_jsonl(file) == 150 and [p.name for p in tmp_path.glob("bank.*")] == ["bank.jsonl"]
     other = MemoryBank(tmp_path / "other")
     other.write(entry(0))
-    assert other.import_jsonl(file) == Written(149, 1) and other.entries() == written
+    assert other.import_jsonl(file) == WriteResult(149, 1) and other.entries() == written
     version = other.snapshot()
-    assert other.import_jsonl(file) == Written(0, 150) and other.snapshot() == version
+    assert other.import_jsonl(file) == WriteResult(0, 150) and other.snapshot() == version
     again = tmp_path / "again.jsonl"
     other.export_jsonl(again)
     assert again.read_bytes() == file.read_bytes()
@@ -367,13 +372,13 @@ def test_an_import_in_several_commits(bank: MemoryBank, tmp_path: Path, monkeypa
     bank.write(written)
     bank.export_jsonl(tmp_path / "x.jsonl")
     other = MemoryBank(tmp_path / "other")
-    assert other.import_jsonl(tmp_path / "x.jsonl") == Written(50) and other.entries() == written
+    assert other.import_jsonl(tmp_path / "x.jsonl") == WriteResult(50) and other.entries() == written
     assert len(other.at(2)) in (20, 2)  # version 1 is the empty table
 
 
 def test_an_empty_export_makes_an_empty_bank(bank: MemoryBank, tmp_path: Path):
     (tmp_path / "x.jsonl").write_text("\n")
-    assert bank.import_jsonl(tmp_path / "x.jsonl") == Written(0) and len(bank) == 0
+    assert bank.import_jsonl(tmp_path / "x.jsonl") == WriteResult(0) and len(bank) == 0
 
 
 GOOD = (

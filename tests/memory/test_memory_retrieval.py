@@ -12,7 +12,7 @@ from envs.base import Task
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.retrieval import BankRanker, RankedEntry, SentenceEmbedder, merge_rankings, move_repeats_last, query_words
-from memory.words import terms
+from memory.words import search_terms
 from tests.memory.entries import entry_from_trajectory
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
@@ -148,7 +148,9 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
     task = Task("x", "clean some pot and put it in fridge", "home 17", "", "")
     assert bank.retrieve([task])[0][0].provenance.actions[1] == "take pot 1 from drawer 2"
     with pytest.MonkeyPatch.context() as patch:  # plain BM25 does not see it: the test tests something
-        patch.setattr(BankRanker, "_by_words", lambda self, task: self._words(terms(" ".join(query_words(task)))))
+        patch.setattr(
+            BankRanker, "_by_words", lambda self, task: self._words(search_terms(" ".join(query_words(task))))
+        )
         assert bank.retrieve([task])[0][0].provenance.actions[1] == "take tomato 1 from fridge 1"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
-from data_gen.memories import open_memory
+from data_gen.memory_factory import open_memory
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from executor.scripted import ScriptedPlanner
@@ -35,7 +35,7 @@ def config(protocol: str, executor: dict[str, Any] | None = None) -> EvalConfig:
 
 
 def played(of: EvalConfig, out: Path, executor: Any) -> tuple[dict[str, Any], dict[str, list[Episode]]]:
-    with ModelCache.holding(of, executor, None) as loaded:
+    with ModelCache.preloaded(of, executor, None) as loaded:
         results = evaluate(Cell({}, of), out, loaded, "overwrite")["results"]
     episodes = list(read_episodes(out / "episodes.jsonl"))
     return results, {name: [e for e in episodes if e.delivery == name] for name in DELIVERIES}

@@ -52,7 +52,7 @@ def home(i: int, thing: str, place: str, success: bool = True) -> Trace:
 
 def asked(memory: S3Mem, text: str, tokens: int = 100) -> tuple[list[str], list[str]]:
     [recalled] = memory.recall([Query.question(text, tokens)])
-    return [entry.text for entry in recalled.entries], [p for ids in recalled.pointers for p in ids]
+    return [entry.text for entry in recalled.entries], [p for ids in recalled.record_ids for p in ids]
 
 
 def test_a_question_is_answered_by_a_pack_of_entries_with_pointers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lancedb.index import FTS
 from lancedb.query import MatchQuery
 
 from memory.bm25 import BM25
-from memory.words import terms
+from memory.words import search_terms
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ from memory.words import terms
     ],
 )
 def test_terms_are_words_of_any_script(text: str, expected: str) -> None:
-    assert terms(text) == expected.split()
+    assert search_terms(text) == expected.split()
 
 
 @given(st.text())
 def test_any_text_has_terms_and_case_does_not_matter(text: str) -> None:
-    assert all(term and not term.isspace() for term in terms(text))
-    assert terms(f"{text} mug") == [*terms(text), "mug"]
+    assert all(term and not term.isspace() for term in search_terms(text))
+    assert search_terms(f"{text} mug") == [*search_terms(text), "mug"]
 
 
 @given(st.lists(st.lists(st.sampled_from("abcde"))), st.integers(0, 9))
@@ -73,7 +73,7 @@ def test_words_score_as_in_lancedbs_full_text_search() -> None:
     ]
     table = lancedb.connect("memory://").create_table("t", [{"row": i, "words": text} for i, text in enumerate(texts)])
     table.create_index("words", config=FTS(base_tokenizer="icu/split", remove_stop_words=False))
-    ours = BM25(map(terms, texts))
+    ours = BM25(map(search_terms, texts))
     for word in sorted(
         {word for text in texts for word in text.split()} | {"mug", "dish", "cafe", "knife", "s", "zzz"}
     ):
@@ -81,4 +81,6 @@ def test_words_score_as_in_lancedbs_full_text_search() -> None:
         theirs = np.zeros(len(texts))
         for row in found:
             theirs[row["row"]] = row["_score"]
-        np.testing.assert_allclose(ours(terms(word)), theirs, rtol=1e-5, atol=1e-6, err_msg=word)  # theirs: float32
+        np.testing.assert_allclose(
+            ours(search_terms(word)), theirs, rtol=1e-5, atol=1e-6, err_msg=word
+        )  # theirs: float32

@@ -19,7 +19,7 @@ from compiler.build import load_compiler
 from compiler.hf import MemoryCompiler
 from configs.load import load_config
 from configs.training import GrpoConfig, SftConfig
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from plan import replay
@@ -48,10 +48,10 @@ def check_sft(pair: ModelPair, lengths: Lengths) -> Check:
     compiler, executor = _models(config)
     backend = Replicated(compiler, executor.model, config.optimizer, with_projector=True)
     compiler.train()
-    examples = replay.rows_of(config, lengths, pair.rows)
+    examples = replay.episode_rows(config, lengths, pair.rows)
     if config.gradient_checkpointing:
-        compiler.backbone.recompute_layers()
-        executor.backbone.recompute_layers()
+        compiler.backbone.enable_gradient_checkpointing()
+        executor.backbone.enable_gradient_checkpointing()
 
     def step() -> None:
         for _ in range(2):
@@ -116,7 +116,7 @@ def _check(
 
 def _models(config: SftConfig | GrpoConfig) -> tuple[MemoryCompiler, FrozenExecutor]:
     """Load both models as a run does, with the plan's token ids."""
-    executor = load_frozen(config.executor, Told(""))
+    executor = load_frozen(config.executor, ExecutorInstructions(""))
     compiler = load_compiler(config.compiler, executor)
     for backbone in (compiler.backbone, executor.backbone):
         backbone.pad_id, backbone.memory_id, backbone.end_id = PAD, MEMORY, END

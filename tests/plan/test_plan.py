@@ -23,7 +23,7 @@ from plan.models import ShapedBackbone
 from plan.replay import Replay, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import HOST, _trainer, plan, plans, remedy
-from runtime.progress import quiet
+from runtime.progress import disable_library_progress_bars
 from tests.plan.real_runs import Check, check_act, check_compile, check_sft, check_update, make_llama
 from zoo.household.words import LEXICON
 from zoo.models import make_compiler, make_processor, make_tokenizer, save
@@ -38,7 +38,7 @@ H100 = Gpu("80 GiB", 80)
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("models"), make_tokenizer(LEXICON)
     torch.manual_seed(0)
-    quiet()
+    disable_library_progress_bars()
     make_llama(folder / "grouped", tokenizer, 64, 2, 4, 2, 192)
     save(folder / "vlm", make_compiler(tokenizer, hidden=64, layers=2), make_processor(tokenizer))
     return folder

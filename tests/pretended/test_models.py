@@ -13,7 +13,7 @@ from PIL import Image
 
 from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, render_brief_state
-from compiler.gate import WIDTH, Need
+from compiler.gate import WIDTH, CompileGate
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, Speed
@@ -23,8 +23,8 @@ from eval.qa.hf_readers import HfReader, HfVisionReader
 from eval.qa.readers import build_prompt
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from lm.backbone import Backbone, backbone_of
-from lm.device import device_of, placed
+from lm.backbone import Backbone, load_configured_backbone
+from lm.device import describe_placement, device_of
 from memory.linear import Head
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
@@ -48,12 +48,12 @@ def assert_same(found: Sequence[Compilation], expected: Sequence[Compilation]) -
 
 @pytest.mark.parametrize(("device", "role"), [("auto", CompilerConfig), ("cuda", ExecutorConfig)])
 def test_a_model_is_loaded_where_its_settings_say(device: str, role: Any) -> None:
-    backbone = backbone_of(role(device=device, dtype="auto"))
+    backbone = load_configured_backbone(role(device=device, dtype="auto"))
     assert {p.device for p in backbone.model.parameters()} == {torch.device("cuda:0")}
     assert {p.dtype for p in backbone.model.parameters()} == {torch.bfloat16}  # which this GPU computes in
     holder = FrozenExecutor(backbone) if role is ExecutorConfig else None
     found = {"executor": {"device": "cuda:0", "dtype": "bfloat16"}} if holder else {}
-    assert placed(executor=holder, compiler=None) == found
+    assert describe_placement(executor=holder, compiler=None) == found
 
 
 def test_a_device_that_is_not_there_is_refused_in_one_line() -> None:
@@ -114,9 +114,9 @@ def test_a_compile_gate_asks_for_a_compilation_where_it_should() -> None:
     compiler = tiny_models.memory_compiler(False, device="cuda")
     for threshold, compiled in ((0.9, False), (0.1, True)):
         gated = type(engine)(
-            engine.make_env, engine.executor, engine.limits, need=Need(Head(np.zeros(WIDTH), 0.0), threshold)
+            engine.make_env, engine.executor, engine.limits, gate=CompileGate(Head(np.zeros(WIDTH), 0.0), threshold)
         )
-        [episode] = gated.run(compiler, [grpo_trainers.spec(0)], "compiled_needed")
+        [episode] = gated.run(compiler, [grpo_trainers.spec(0)], "compiled_gated")
         assert [step.compilation is not None for step in episode.steps] == [True, compiled]
 
 
@@ -146,7 +146,7 @@ def test_actions_are_the_cpu_s_with_and_without_soft_tokens(family: str, mode: A
         expected, found = on_cpu.act(some), here.act(some)
         assert [action.text for action in found] == [action.text for action in expected]
         if mode == "choice":
-            assert [a.sure for a in found] == pytest.approx([a.sure for a in expected], abs=1e-5)
+            assert [a.confidence for a in found] == pytest.approx([a.confidence for a in expected], abs=1e-5)
 
 
 def test_actions_are_drawn_on_the_host() -> None:

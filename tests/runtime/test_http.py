@@ -11,7 +11,7 @@ from email.utils import formatdate
 
 import pytest
 
-from runtime.http import RefusedError, RemoteError, RemoteServer, answers, free_port, retry_after
+from runtime.http import RefusedError, RemoteError, RemoteServer, free_port, responds, retry_after
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -106,7 +106,7 @@ def test_no_proxy_is_asked_for_a_server_on_this_machine(
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")  # where nobody is
     monkeypatch.delenv("no_proxy", raising=False)
     body = {"id": 0, "statuses": []}
-    assert answers(client(scripted).url) and client(scripted).post_all("/", [body]) == [body]
+    assert responds(client(scripted).url) and client(scripted).post_all("/", [body]) == [body]
 
 
 def test_retry_after() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.http import answers, check_loopback, free_port, http_url
-from runtime.processes import ChildProcess, ProcessError, check_alive, end_all
+from runtime.http import check_loopback, free_port, http_url, responds
+from runtime.processes import ChildProcess, ProcessError, check_alive, terminate_all
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_what_does_not_listen_to_sigterm_is_killed_after_the_grace() -> None:
     children = [ChildProcess(python(STUBBORN), output="kept") for _ in range(2)]
     until(lambda: all(child.tail() == "up" for child in children))
     started = time.monotonic()
-    end_all(children, grace_s=0.5)
+    terminate_all(children, grace_s=0.5)
     assert 0.5 <= time.monotonic() - started < 5
     assert [child.ending for child in children] == ["killed by SIGKILL"] * 2
 
@@ -128,4 +128,4 @@ def test_only_loopback_addresses_pass() -> None:
         with pytest.raises(ValueError, match="not loopback"):
             check_loopback(host)
     assert http_url("::1", 80) == "http://[::1]:80" and http_url("127.0.0.1", 80) == "http://127.0.0.1:80"
-    assert not answers(http_url("127.0.0.1", free_port()))
+    assert not responds(http_url("127.0.0.1", free_port()))

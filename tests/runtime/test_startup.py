@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.startup import WAIT_POLICY, WAITING, expand_home, home, prepare_process
+from runtime.startup import WAIT_POLICY, WAIT_VARIABLES, expand_home, home, prepare_process
 
 
 @pytest.fixture
@@ -85,14 +85,14 @@ def test_an_unknown_user_is_an_error(path):
         expand_home(path)
 
 
-@pytest.mark.parametrize("given", [None, *WAITING])
+@pytest.mark.parametrize("given", [None, *WAIT_VARIABLES])
 def test_threads_sleep_while_they_wait_unless_the_user_says_how(monkeypatch, given):
-    for name in WAITING:
+    for name in WAIT_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     if given:
         monkeypatch.setenv(given, "200")
     prepare_process()
-    assert {name: os.environ[name] for name in WAITING if name in os.environ} == (
+    assert {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ} == (
         {given: "200"} if given else {WAIT_POLICY: "PASSIVE"}
     )

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from omegaconf import OmegaConf
 
-from agent.episode import EpisodeSpec, Limits
+from agent.episode import EpisodeLimits, EpisodeSpec
 from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.hf import FrozenExecutor
-from executor.records import EVERYTHING
+from executor.records import FULL_VIEW
 from soft_mem.projector import Projector
 from tests import tiny_models
 from tests.tiny_models import entry
@@ -85,7 +85,7 @@ def spec(i: int, kind: str = "") -> EpisodeSpec:
 
 def executor(device: str = "cpu", **kwargs) -> FrozenExecutor:
     """Make one that reads soft tokens at every step, for random models hardly ever give guidance."""
-    return FrozenExecutor(tiny_models.lm_backbone(seed=1, device=device), **{"reads": EVERYTHING, **kwargs})
+    return FrozenExecutor(tiny_models.lm_backbone(seed=1, device=device), **{"reads": FULL_VIEW, **kwargs})
 
 
 class Engine(MemoryCompiler):
@@ -99,7 +99,7 @@ class Engine(MemoryCompiler):
 def engine(make_env=None, served=None, **kwargs) -> RolloutEngine:
     numbers = itertools.count()
     make_env = make_env or (lambda: LuckyEnv(next(numbers)))
-    return RolloutEngine(make_env, executor(**kwargs), Limits(3), served=served)
+    return RolloutEngine(make_env, executor(**kwargs), EpisodeLimits(3), served=served)
 
 
 PATHWISE = {"loss": {"latent_gradient": "pathwise"}, "executor": {"temperature": 30.0}}

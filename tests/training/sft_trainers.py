@@ -10,7 +10,7 @@ from PIL import Image
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
-from executor.records import EVERYTHING
+from executor.records import FULL_VIEW
 from tests import tiny_models
 from training.sft import SftTrainer
 
@@ -45,7 +45,7 @@ ROWS = [row(i) for i in range(5)]
 def executor(dtype: torch.dtype = torch.float32, device: str = "cpu") -> FrozenExecutor:
     backbone = tiny_models.lm_backbone(seed=1, device=device)
     backbone.model.to(dtype)
-    return FrozenExecutor(backbone, reads=EVERYTHING)
+    return FrozenExecutor(backbone, reads=FULL_VIEW)
 
 
 def trainer(tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, vlm=True, device="cpu", **settings) -> SftTrainer:

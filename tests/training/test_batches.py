@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_gen.rows import StoredRows, save_rows, without_brief_state
+from data_gen.rows import SftRowDataset, save_rows, without_brief_state
 from tests.training.sft_trainers import ROWS, row, trainable, trainer
 from training.sft_data import PICTURE, bucketed, row_length
 from training.trainer import permutation
@@ -79,10 +79,10 @@ def test_rows_that_workers_read_from_disk_teach_the_same_also_after_a_kill(tmp_p
     settings = {"batch_size": 2, "max_steps": 6}
     whole = trainer(tmp_path / "whole", rows, **settings)
     losses = [metrics["loss"] for metrics in whole.steps()]
-    part = trainer(tmp_path / "part", StoredRows(tmp_path / "rows"), loader_workers=2, **settings)
+    part = trainer(tmp_path / "part", SftRowDataset(tmp_path / "rows"), loader_workers=2, **settings)
     steps = part.steps()
     read = [next(steps)["loss"] for _ in range(5)]
-    again = trainer(tmp_path / "part", StoredRows(tmp_path / "rows"), loader_workers=1, **settings)
+    again = trainer(tmp_path / "part", SftRowDataset(tmp_path / "rows"), loader_workers=1, **settings)
     assert again.resume() and again.step == 4
     read[4:] = [metrics["loss"] for metrics in again.steps()]
     assert read == losses
@@ -100,11 +100,11 @@ def test_what_a_worker_raises_is_raised_and_not_waited_for(tmp_path):
 @pytest.mark.seconds
 def test_stored_rows_are_those_that_were_saved_one_by_one_and_edited(tmp_path):
     save_rows(ROWS, tmp_path / "rows")
-    stored = StoredRows(tmp_path / "rows")
+    stored = SftRowDataset(tmp_path / "rows")
     assert len(stored) == len(ROWS) and stored.tasks == [row.task_id for row in ROWS]
     assert [stored[i] for i in range(len(stored))] == list(stored) == ROWS
-    assert StoredRows(tmp_path / "rows", without_brief_state)[1] == without_brief_state(ROWS[1])
-    blind = StoredRows(tmp_path / "rows", pictures=False)
+    assert SftRowDataset(tmp_path / "rows", without_brief_state)[1] == without_brief_state(ROWS[1])
+    blind = SftRowDataset(tmp_path / "rows", pictures=False)
     assert list(blind) == [replace(row, image=None, memory_images=()) for row in ROWS]
     with pytest.raises(IndexError):
         stored[len(ROWS)]

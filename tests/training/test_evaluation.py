@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from agent.deliveries import find
-from agent.episode import Limits, run_episodes
+from agent.episode import EpisodeLimits, run_episodes
 from compiler import checkpoint
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
-from configs.training import Evaluation, GrpoConfig, SftConfig
-from data_gen.rows import StoredRows
-from data_gen.tasks import held_out_of_rows, rows_world, without_held_out
-from envs.registry import Environments, executor_told
+from configs.training import GrpoConfig, SftConfig, TrainingEvaluation
+from data_gen.rows import SftRowDataset
+from data_gen.tasks import rows_environment_settings, select_held_out_specs, split_held_out_specs
+from envs.registry import Environments, executor_instructions_for
 from executor.build import load_frozen
 from memcompiler.collect import run_collect
 from tests.training import sft_trainers
@@ -113,7 +113,7 @@ def test_beside_a_validation_loss_success_may_be_for_the_record_alone(tmp_path):
             held_out=[sft_trainers.row(3)],
             max_steps=4,
             validation={"share": 0.3, "every": 2},
-            evaluation={"tasks": 1, "decides": decides},
+            evaluation={"tasks": 1, "selects_best": decides},
         )
         t.best = BestCheckpoint(by="success" if decides else "loss")
         t.held_out_tasks, losses = Scripted([0.5, 0.4], every=2), [2.0, 1.0]
@@ -126,15 +126,15 @@ def test_beside_a_validation_loss_success_may_be_for_the_record_alone(tmp_path):
 def test_tasks_that_are_played_do_not_train_and_follow_from_seed_and_names():
     specs = [spec(i) for i in range(8)]
     names = lambda part: [s.task.id for s in part]
-    training, held = without_held_out(specs, 3, 0)
+    training, held = split_held_out_specs(specs, 3, 0)
     assert len(held) == 3 and sorted(names(training) + names(held)) == names(specs)
     assert (
-        set(names(without_held_out(specs[::-1], 3, 0)[1]))
+        set(names(split_held_out_specs(specs[::-1], 3, 0)[1]))
         == set(names(held))
-        != set(names(without_held_out(specs, 3, 1)[1]))
+        != set(names(split_held_out_specs(specs, 3, 1)[1]))
     )
     with pytest.raises(ConfigError, match=r"evaluation\.tasks=8 of 8 tasks leave none to train on"):
-        without_held_out(specs, 8, 0)
+        split_held_out_specs(specs, 8, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,28 +177,33 @@ def test_sft_plays_tasks_of_held_out_rows_in_their_environment_with_their_bank(r
     assert len(told["tasks"]) == 3 and len(told["played"]) == 2 and set(told["played"]) < set(told["tasks"])
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "eval_success" in m] == [2, 3]
-    with Environments(rows_world([rows])) as envs:
-        specs = held_out_of_rows({rows: told["tasks"]}, 2, config.seed, envs)
+    with Environments(rows_environment_settings([rows])) as envs:
+        specs = select_held_out_specs({rows: told["tasks"]}, 2, config.seed, envs)
         assert sorted(s.task.id for s in specs) == told["played"] and all(s.memory for s in specs)
         assert all(e.provenance.task_id != s.task.id for s in specs for e in s.memory)
-        executor = load_frozen(config.executor, executor_told(envs.settings))
-        played = run_episodes(envs.lease, specs, find("compiled").make(compiler, 0), executor, Limits(4))
+        executor = load_frozen(config.executor, executor_instructions_for(envs.settings))
+        played = run_episodes(envs.lease, specs, find("compiled").create(compiler, 0), executor, EpisodeLimits(4))
     assert metrics[-1]["eval_success"] == sum(e.success for e in played) / 2
     assert metrics[-1]["eval_episode_steps"] == sum(len(e.steps) for e in played) / 2
 
 
 def test_rows_that_do_not_say_where_they_were_played_are_refused(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"no config.resolved.yaml beside it says where"):
-        rows_world([tmp_path / "rows"])
-    with Environments(rows_world([rows])) as envs, pytest.raises(ConfigError, match="rows of 1 tasks are held out"):
-        held_out_of_rows({rows: StoredRows(rows).tasks[:1]}, 2, 0, envs)
+        rows_environment_settings([tmp_path / "rows"])
+    with (
+        Environments(rows_environment_settings([rows])) as envs,
+        pytest.raises(ConfigError, match="rows of 1 tasks are held out"),
+    ):
+        select_held_out_specs({rows: SftRowDataset(rows).tasks[:1]}, 2, 0, envs)
 
 
 def test_off_is_the_default():
     for kind in (SftConfig, GrpoConfig):
-        assert kind().evaluation == Evaluation() and kind().evaluation.tasks == 0
-    assert HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).is_due(6, 8)
-    assert [s for s in range(1, 9) if HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).is_due(s, 8)] == [
+        assert kind().evaluation == TrainingEvaluation() and kind().evaluation.tasks == 0
+    assert HeldOutTasks(TrainingEvaluation(tasks=1, every=3), None, (), None).is_due(6, 8)
+    assert [
+        s for s in range(1, 9) if HeldOutTasks(TrainingEvaluation(tasks=1, every=3), None, (), None).is_due(s, 8)
+    ] == [
         3,
         6,
         8,

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from agent.episode import Limits
+from agent.episode import EpisodeLimits
 from agent.records import Episode, StepRecord
 from compiler import checkpoint
 from compiler.records import Decoding
 from configs.training import GrpoConfig, PolicyLoss
-from executor.records import PAPER
+from executor.records import PAPER_VIEW
 from runtime.errors import StopReason
 from tests import tiny_models
 from tests.training.grpo_trainers import (
@@ -268,7 +268,7 @@ def test_pathwise_wants_an_executor_that_draws():
 def test_soft_tokens_that_nobody_read_are_no_part_of_the_policy(tmp_path, settings):
     t = trainer(tmp_path, **settings)
     whole = fresh_samples(t)
-    t.engine.executor.reads = PAPER  # random models give no guidance
+    t.engine.executor.reads = PAPER_VIEW  # random models give no guidance
     silent = fresh_samples(t)
     assert not any(s.soft_read or s.action for s in silent) and all(s.soft_read for s in whole)
     mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(whole, silent, strict=True))]
@@ -348,7 +348,7 @@ def test_minibatches_and_iterations_make_the_clip_active(tmp_path):
 def test_flat_groups_are_dropped_and_counted(tmp_path):
     t = trainer(tmp_path)
     numbers = itertools.count(step=2)  # every episode succeeds
-    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
+    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, EpisodeLimits(3))
     before = trainable(t)
     metrics, _ = t.take_step()
     assert metrics["zero_variance_fraction"] == 1 and metrics["skipped"] == 1 and metrics["reward"] == 1
@@ -373,8 +373,8 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
         def __call__(self, request):
             return likely
 
-    t = trainer(tmp_path, delivery="compiled_needed")
-    with pytest.raises(ValueError, match="compiled_needed needs a compile gate"):
+    t = trainer(tmp_path, delivery="compiled_gated")
+    with pytest.raises(ValueError, match="compiled_gated needs a compile gate"):
         t.take_step()
     t.engine = replace(t.engine, need=Guess())
     metrics, groups = t.take_step()
@@ -386,7 +386,7 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
 def test_when_everything_fails_the_run_stops(tmp_path):
     numbers = itertools.count(step=4)
     t = trainer(tmp_path, specs=[spec(0, "fragile")])
-    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
+    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, EpisodeLimits(3))
     with pytest.raises(ValueError, match=r"every episode of the update broke.*simulator is gone"):
         t.take_step()
 

@@ -15,19 +15,19 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import Placement
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from executor.base import TokenExecutor
 from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from runtime.cluster import ClusterError
 from runtime.ray_actors import ProcessPlace, loss_reason, torchrun_variables
 from tests import tiny_models
-from tests.standin_ray import StandInActor, StandInRay
+from tests.fake_ray import FakeActor, FakeRay
 from training import ray_engines as engines
 from training.ray_engines import CompilerEngine, EnginePool, ExecutorEngine, RayCompiler, RayExecutor, WeightsError
 from training.ray_trainer import cpus_per_process
 
-RAY = StandInRay()
+RAY = FakeRay()
 ASKED = [tiny_models.request(i, image=False) for i in range(5)]
 DRAWN = Decoding(1.0, 8)
 EXECUTOR = ExecutorConfig(
@@ -50,7 +50,7 @@ class Doubler:
         return 2 * value
 
 
-def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> EnginePool:
+def pool(*actors: FakeActor, told: list[Any] | None = None, **rules: Any) -> EnginePool:
     tell = (told if told is not None else []).append
     return EnginePool(RAY, "compiler", actors, Placement(**rules), tell)
 
@@ -59,14 +59,14 @@ def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> 
 
 
 def test_requests_are_shared_out_and_answers_are_in_their_order():
-    one, two = StandInActor(Doubler), StandInActor(Doubler)
+    one, two = FakeActor(Doubler), FakeActor(Doubler)
     assert pool(one, two).call_all("double", [(i,) for i in range(5)]) == [0, 2, 4, 6, 8]
     assert (one.asked, two.asked) == (3, 2)
 
 
 def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_is_back():
     told: list[Any] = []
-    one, two = StandInActor(Doubler, dies_at=[1]), StandInActor(Doubler)
+    one, two = FakeActor(Doubler, dies_at=[1]), FakeActor(Doubler)
     engines_ = pool(one, two, told=told)
     assert engines_.call_all("double", [(1,), (2,)]) == [2, 4]
     assert [(row["event"], row["number"]) for row in told] == [("lost", 0)] and "Unavailable" in told[0]["reason"]
@@ -78,32 +78,32 @@ def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_
 
 def test_an_only_engine_is_waited_for():
     told: list[Any] = []
-    assert pool(StandInActor(Doubler, dies_at=[1, 2], late=5), told=told).call_all("double", [(4,)]) == [8]
+    assert pool(FakeActor(Doubler, dies_at=[1, 2], late=5), told=told).call_all("double", [(4,)]) == [8]
     assert [row["event"] for row in told] == ["lost", "back", "lost", "back"]
 
 
 def test_a_request_that_kills_whoever_has_it_is_given_up_with_all_reasons():
     with pytest.raises(ClusterError, match=r"3 compilers were lost over a request: .*; .*; .*"):
-        pool(StandInActor(Doubler, dies_at=range(1, 9), restarts=9), retries=2).call_all("double", [(1,)])
+        pool(FakeActor(Doubler, dies_at=range(1, 9), restarts=9), retries=2).call_all("double", [(1,)])
 
 
 def test_where_nobody_is_left_it_is_an_error_and_said_of_each():
     told: list[Any] = []
     with pytest.raises(ClusterError, match=r"no compiler is left.*placement\.restarts"):
-        pool(StandInActor(Doubler, dies_at=[1], restarts=0), told=told).call_all("double", [(1,)])
+        pool(FakeActor(Doubler, dies_at=[1], restarts=0), told=told).call_all("double", [(1,)])
     assert [row["event"] for row in told] == ["lost", "given up"]
 
 
 def test_a_silent_engine_is_lost():
     told: list[Any] = []
-    one, two = StandInActor(Doubler, hangs_at=[1]), StandInActor(Doubler)
-    assert pool(one, two, told=told, silence_s=1e-9).call_all("double", [(1,), (2,)]) == [2, 4]
+    one, two = FakeActor(Doubler, hangs_at=[1]), FakeActor(Doubler)
+    assert pool(one, two, told=told, unresponsive_s=1e-9).call_all("double", [(1,), (2,)]) == [2, 4]
     assert told[0]["reason"].startswith("it said nothing for")
 
 
 def test_what_an_engine_raises_is_the_callers():
     with pytest.raises(ValueError, match="negative"):
-        pool(StandInActor(Doubler)).call_all("double", [(-1,)])
+        pool(FakeActor(Doubler)).call_all("double", [(-1,)])
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def engine(monkeypatch) -> CompilerEngine:
     return CompilerEngine(CompilerConfig(engine="hf"), 0, "", fetch=lambda files: files)
 
 
-def client(*actors: StandInActor) -> RayCompiler:
+def client(*actors: FakeActor) -> RayCompiler:
     made = RayCompiler(pool(*actors), lambda files: files)
     made.decoding = DRAWN
     return made
@@ -143,7 +143,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("dies_at", [[], [2], [1, 3]])
 def test_an_engine_draws_what_the_compiler_here_would_whoever_dies(tmp_path, monkeypatch, dies_at):
-    remote = client(StandInActor(lambda: engine(monkeypatch), dies_at=dies_at))
+    remote = client(FakeActor(lambda: engine(monkeypatch), dies_at=dies_at))
     for version, by in enumerate((0.02, -0.05)):
         here = moved(by)
         here.weight_version = version
@@ -159,7 +159,7 @@ def test_an_engine_draws_what_the_compiler_here_would_whoever_dies(tmp_path, mon
 def test_what_several_engines_draw_depends_on_their_number_alone(tmp_path, monkeypatch):
     made = []
     for dies_at in ([], [1]):
-        remote = client(*(StandInActor(lambda: engine(monkeypatch), dies_at=dies_at) for _ in range(2)))
+        remote = client(*(FakeActor(lambda: engine(monkeypatch), dies_at=dies_at) for _ in range(2)))
         give(remote, moved(0.02), tmp_path / f"{dies_at}", 3)
         remote.generator.manual_seed(7)
         made.append(remote.compile(ASKED) + remote.compile(ASKED))
@@ -168,7 +168,7 @@ def test_what_several_engines_draw_depends_on_their_number_alone(tmp_path, monke
 
 
 def test_weights_that_are_not_what_they_are_called_are_refused_by_the_engine(tmp_path, monkeypatch):
-    remote = client(StandInActor(lambda: engine(monkeypatch)))
+    remote = client(FakeActor(lambda: engine(monkeypatch)))
     give(remote, moved(0.02), tmp_path / "a", 1)
     assert remote._weights is not None
     remote._weights.files["projector.safetensors"] += b" "
@@ -181,7 +181,7 @@ def test_what_was_compiled_with_another_version_is_refused_by_the_client(tmp_pat
         def compile(self, requests, decoding, state, weights):
             return [SimpleNamespace(weight_version=weights.version - 1) for _ in requests], state
 
-    remote = client(StandInActor(Stale))
+    remote = client(FakeActor(Stale))
     give(remote, moved(0.02), tmp_path / "a", 2)
     with pytest.raises(WeightsError, match="weights of version 1, not 2"):
         remote.compile(ASKED)
@@ -191,7 +191,7 @@ def test_an_engine_loads_weights_once_and_those_of_a_run_that_began_again_anew(t
     fetched: list[Any] = []
     held = engine(monkeypatch)
     held._fetch = lambda files: fetched.append(1) or files
-    remote = client(StandInActor(lambda: held))
+    remote = client(FakeActor(lambda: held))
     for by, times in ((0.02, 1), (0.02, 1), (0.03, 2)):  # the last one has the version of the others
         give(remote, moved(by), tmp_path / f"{by}", 1)
         remote.compile(ASKED[:1])
@@ -203,9 +203,9 @@ def test_an_engine_loads_weights_once_and_those_of_a_run_that_began_again_anew(t
 
 @pytest.mark.parametrize(("number", "mode"), [(1, "choice"), (2, "choice"), (1, "generate")])
 def test_executors_act_as_the_one_in_the_trainer(number, mode):
-    told = Told("")
+    told = ExecutorInstructions("")
     config = EXECUTOR.model_copy(update={"mode": mode, "temperature": 0.7 if mode == "choice" else 0.0})
-    actors = [StandInActor(lambda: ExecutorEngine(config, told), dies_at=[2]) for _ in range(number)]
+    actors = [FakeActor(lambda: ExecutorEngine(config, told), dies_at=[2]) for _ in range(number)]
     remote, here = RayExecutor(config, told, pool(*actors)), load_executor(config, told)
     assert isinstance(here, TokenExecutor) and remote.hash() == here.hash()
     requests = [

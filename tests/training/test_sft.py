@@ -9,7 +9,7 @@ from compiler import checkpoint
 from configs.load import ConfigError
 from configs.training import SftConfig
 from data_gen.rows import load_rows, save_rows
-from executor.records import PAPER
+from executor.records import PAPER_VIEW
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
@@ -145,7 +145,7 @@ def test_executor_prompt_of_a_row_holds_n_placeholders():
 def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
     """Row i of ROWS gives guidance where i is odd: with `soft_on: guidance`, the others teach the emission alone."""
     t = trainer(tmp_path)
-    t.executor.reads = PAPER
+    t.executor.reads = PAPER_VIEW
     t.compiler.eval()
     t.compiler.projector.draw = lambda g, *a: g.mu
     examples = [t.examples[i] for i in range(4)]
@@ -162,7 +162,7 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
 def test_a_checkpoint_says_what_its_executor_read(tmp_path):
     settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True, "goal_last": True}
     list(trainer(tmp_path, executor=settings, max_steps=1).steps())
-    assert checkpoint.executor_reading(checkpoint.find(tmp_path)) == settings
+    assert checkpoint.executor_inputs(checkpoint.find(tmp_path)) == settings
 
 
 def test_an_executor_that_reads_the_first_view_is_not_trained_for_on_rows_without(tmp_path):

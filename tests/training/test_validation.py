@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from compiler import checkpoint
 from configs.training import SftConfig
-from data_gen.rows import hold_out, save_rows
+from data_gen.rows import save_rows, split_rows
 from tests import tiny_models
 from tests.commands.running import kill_after, memcompiler
 from tests.training.sft_trainers import ROWS, executor, row, trainable
@@ -36,7 +36,7 @@ def script(trainer: SftTrainer, losses: list[float]) -> SftTrainer:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_task_trains_and_validates(seed):
-    training, held = hold_out(MANY, 0.2, seed)
+    training, held = split_rows(MANY, 0.2, seed)
     tasks = [{row.task_id for row in part} for part in (training, held)]
     assert not tasks[0] & tasks[1] and len(tasks[1]) == 2 and len(held) == 6
     assert sorted([*training, *held], key=MANY.index) == MANY
@@ -44,12 +44,12 @@ def test_no_task_trains_and_validates(seed):
 
 
 def test_which_tasks_are_held_out_follows_from_seed_and_names_alone():
-    held = lambda rows, seed: {row.task_id for row in hold_out(rows, 0.3, seed)[1]}
+    held = lambda rows, seed: {row.task_id for row in split_rows(rows, 0.3, seed)[1]}
     assert held(MANY, 0) == held(MANY[::-1], 0) != held(MANY, 1)
-    assert hold_out(MANY, 0.0, 0) == (MANY, [])
-    assert len(held(MANY, 0)) == 3 and len({row.task_id for row in hold_out(MANY, 0.01, 0)[1]}) == 1
+    assert split_rows(MANY, 0.0, 0) == (MANY, [])
+    assert len(held(MANY, 0)) == 3 and len({row.task_id for row in split_rows(MANY, 0.01, 0)[1]}) == 1
     with pytest.raises(ValueError, match="rows of 1 tasks cannot be split"):
-        hold_out(MANY[:3], 0.1, 0)
+        split_rows(MANY[:3], 0.1, 0)
 
 
 def test_the_validation_loss_is_the_loss_of_the_held_out_rows_alone_without_noise_and_dropout(tmp_path):

@@ -21,9 +21,9 @@ from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.alfworld.export import export_split
 from envs.household.environment import HouseholdEnvironment
-from envs.household.telling import room
+from envs.household.observation_parser import parse_room
 from eval.runs import EPISODES
-from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
+from executor.prompt import DEFAULT_HISTORY, ExecutorRequest, MemoryBlock
 from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from tests.commands.running import memcompiler
@@ -81,7 +81,7 @@ def test_ways_are_proposed_by_memory_or_the_first_view_and_refused_where_one_has
         if i % 2 == 0:
             scene, thing = re.search(r"\ngoal: in (\w+): .*? (?:a|some)(?: hot| cool| clean)? (\w+) ", rest).groups()
             told = f"because in {scene} the {thing} was in {place}\n" in memory
-            places, here = room(view), re.search(r"You arrive at (\w+ \d+)", rest)[1]
+            places, here = parse_room(view), re.search(r"You arrive at (\w+ \d+)", rest)[1]
             following = places[(places.index(here) + 1) % len(places)] if here in places else places[0]
             assert told or place == following
             proposed["told" if told else "next"] += 1
@@ -136,7 +136,7 @@ def test_the_script_goes_on_to_the_next_place_of_the_first_view_and_knows_no_mor
     taken = (*back[:1], f"take mug 1 from {PLACES[2]}", *back[1:])  # since it took something, it has not been there
     assert does(script, request(history=taken, first=view)) == ((f"go to {PLACES[2]}",), ChoiceSource.SEARCH)
     assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), ChoiceSource.SEARCH)
-    long_ago = (f"go to {PLACES[1]}", *["look"] * HISTORY)
+    long_ago = (f"go to {PLACES[1]}", *["look"] * DEFAULT_HISTORY)
     assert does(script, request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), ChoiceSource.SEARCH)
 
 

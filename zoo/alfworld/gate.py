@@ -18,7 +18,7 @@ from compiler.hf import MemoryCompiler
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from configs.models import CompilerConfig, ExecutorConfig
-from envs.spec import Told
+from envs.spec import ExecutorInstructions
 from eval.metrics import succeeded
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
@@ -132,7 +132,7 @@ def load_executor(model: str) -> FrozenExecutor:
     settings = ExecutorConfig(
         model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True, goal_last=True
     )
-    return load_frozen(settings, Told(""))
+    return load_frozen(settings, ExecutorInstructions(""))
 
 
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:

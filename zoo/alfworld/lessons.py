@@ -22,7 +22,7 @@ from agent.expert import MOST
 from compiler.language import render
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
-from envs.trajectories import Fact
+from envs.command_reader import Fact
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.alfworld.play import GO, READER, ChoiceSource, ScriptedStep, TeacherStep

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import ClassVar
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertTeacher, Search
 from agent.records import Episode, EpisodeContext
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig, EvalMemoryConfig
-from data_gen.experience import filled_bank
-from data_gen.tasks import chosen_tasks, specs_for
+from data_gen.experience import open_experience_bank
+from data_gen.tasks import episode_specs, select_tasks
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Environment
-from envs.household.telling import room
-from envs.household.trajectories import PUT, TAKE, TREAT, AlfworldReader
+from envs.household.command_reader import PUT, TAKE, TREAT, AlfworldReader
+from envs.household.observation_parser import parse_room
 from envs.registry import Environments
 from executor.prompt import ExecutorRequest, executor_text
-from executor.records import Action, Executor, Grounding, Reads
+from executor.records import Action, Executor, ExecutorView, Grounding
 from memory.entry import MemoryEntry
 from zoo.lessons import text_deliveries
 from zoo.models import MEMORY_TOKEN
@@ -37,7 +37,7 @@ from zoo.models import MEMORY_TOKEN
 READER = AlfworldReader()
 TEACHER = ExpertTeacher(reader=READER)
 K, STEPS, SIDE_BY_SIDE = 4, 50, 64
-READS = Reads(first_view=True, goal_last=True)
+READS = ExecutorView(first_view=True, goal_last=True)
 """What the executor reads: guidance with its reason, no Brief State, as in the paper; the first view, which alone lists
 the places; and the goal at the end, where a small model attends to it."""
 GO = "go to "
@@ -54,8 +54,8 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
     """
     config = EvalConfig(env=AlfworldSettings(), memory=EvalMemoryConfig(k=K), split=split, limit=limit)
     envs = Environments(config.env)  # in this process: needs no close
-    tasks, experience = chosen_tasks(config, envs, split)
-    return envs.lease, specs_for(tasks, filled_bank(config, envs, experience, work), K)
+    tasks, experience = select_tasks(config, envs, split)
+    return envs.lease, episode_specs(tasks, open_experience_bank(config, envs, experience, work), K)
 
 
 class ChoiceSource(StrEnum):
@@ -96,7 +96,7 @@ class ScriptedPolicy:
     def choices(self, request: ExecutorRequest, plan: Sequence[str]) -> ScriptedChoice:
         """Return the equally good commands (none without a way to the goal) and their source."""
         need, commands = READER.need(plan), request.admissible or ()
-        request = replace(request, history=request.history[-request.shown :] if request.shown else ())
+        request = replace(request, history=request.history[-request.max_history :] if request.max_history else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
         visited = tuple(way for place in _visited(request.history) if (way := f"{GO}{place}") in commands)
         at_hand = _alike(plan, request.goal, last, commands)
@@ -107,7 +107,7 @@ class ScriptedPolicy:
             return ScriptedChoice((inside,), ChoiceSource.SEARCH, visited=visited)
         known = tuple(way for place in self._known_places(request, plan) if (way := f"{GO}{place}") in commands)
         new = [command for command in commands if command.startswith(GO) and command not in visited]
-        ways = (f"{GO}{place}" for place in _from(last, room(request.first or request.observation)))
+        ways = (f"{GO}{place}" for place in _from(last, parse_room(request.first or request.observation)))
         following = next((way for way in ways if way in new), "")
         serve = tuple(way for way in known if way in new)
         source = ChoiceSource.GIVEN if serve else ChoiceSource.SEARCH
@@ -189,7 +189,7 @@ class ImitatedExecutor:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = READS
+    reads: ExecutorView = READS
     examples: list[ScriptedStep] = field(default_factory=list)
 
     def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
@@ -235,7 +235,7 @@ def run_games(
 ) -> list[Episode]:
     """Play all specs. Raises: RuntimeError where an episode failed."""
     episodes = run_episodes(
-        make_env, specs, delivery=delivery, executor=executor, limits=Limits(steps), concurrency=SIDE_BY_SIDE
+        make_env, specs, delivery=delivery, executor=executor, limits=EpisodeLimits(steps), concurrency=SIDE_BY_SIDE
     )
     if broken := next((episode for episode in episodes if episode.error), None):
         raise RuntimeError(f"{broken.task_id}, {delivery.name}: {broken.error}")

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from agent.deliveries import Delivery, recorded_step
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import EpisodeContext, StepInput, compile_request
-from data_gen.experience import explain, first_views, no_views, traces_of
+from data_gen.experience import add_rationales, episode_traces, select_first_views, select_no_views
 from envs.base import Environment, Task
+from envs.household.command_reader import HouseholdReader, first_taken, subgoals
 from envs.household.environment import HouseholdEnvironment, pickup_views
-from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
-from executor.records import EVERYTHING, Action, Grounding, Reads
+from executor.records import FULL_VIEW, Action, ExecutorView, Grounding
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_of_trace
 from zoo.curriculum import NOTHING
@@ -44,7 +44,7 @@ class EntryPool:
         self.by_scene, self.by_thing = defaultdict(list), defaultdict(list)
         for entry in self.entries:
             self.by_scene[_scene_key(entry.provenance.task_id)].append(entry)
-            if fact := taken(entry.provenance.actions):
+            if fact := first_taken(entry.provenance.actions):
                 self.by_thing[fact[0]].append(entry)
 
     @classmethod
@@ -56,23 +56,23 @@ class EntryPool:
             specs,
             delivery=Delivery("expert", "none"),
             executor=ExpertExecutor(),
-            limits=Limits(50),
+            limits=EpisodeLimits(50),
             concurrency=1,
         )
-        explain(played, TEACHER)
+        add_rationales(played, TEACHER)
         marks = dict[str, str]()
         for task in tasks if pictures else ():
             env.reset(task)
             marks[_scene_key(task.id)] = env.marked_receptacle or ""
-        views = first_views(pickup_views, pictures) if pictures else no_views
-        return cls([entry_of_trace(trace) for [trace] in traces_of(played, views)], marks)
+        views = select_first_views(pickup_views, pictures) if pictures else select_no_views
+        return cls([entry_of_trace(trace) for [trace] in episode_traces(played, views)], marks)
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
         """Draw k entries in random order: the right one (if any), others of its scene, and other scenes' entries on the
         same object. Scene labels repeat after 64 scenes: entries of other scenes with the task's own label are left
         out."""
         own = self.by_scene[_scene_key(task.id)]
-        right = [e for e in own if (fact := taken(e.provenance.actions)) and fact[0] == thing]
+        right = [e for e in own if (fact := first_taken(e.provenance.actions)) and fact[0] == thing]
         others = [e for e in own if e not in right]
         elsewhere = [e for e in self.by_thing[thing] if e.provenance.scene != task.scene]
         rng.shuffle(others)
@@ -92,7 +92,7 @@ class EntryPool:
 
 def _subject(entry: MemoryEntry) -> tuple[str, str]:
     """Return (kind of object, scene) of an entry."""
-    fact = taken(entry.provenance.actions)
+    fact = first_taken(entry.provenance.actions)
     return (fact[0] if fact else "", entry.provenance.scene)
 
 
@@ -120,7 +120,7 @@ def _some_with_pictures(memory: Sequence[MemoryEntry], rng: random.Random) -> tu
 def _object_of(env: Environment, task: Task) -> tuple[str, str]:
     """Return (kind, place) of the object that a task is about."""
     env.reset(task)
-    return taken(env.expert() or []) or ("", "")
+    return first_taken(env.expert() or []) or ("", "")
 
 
 def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -> list[CompilerExample]:
@@ -132,7 +132,7 @@ def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int 
         specs,
         delivery=delivery,
         executor=ExpertExecutor(0.2, seed),
-        limits=Limits(max_steps),
+        limits=EpisodeLimits(max_steps),
         concurrency=1,
     )
     return [
@@ -172,7 +172,7 @@ class ScriptedExecutor:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = EVERYTHING  # as in the prompts that the shipped executor was cloned on
+    reads: ExecutorView = FULL_VIEW  # as in the prompts that the shipped executor was cloned on
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -182,7 +182,7 @@ class ScriptedExecutor:
         return [Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0) for text in texts]
 
     def _choose(self, request: ExecutorRequest, plan: Sequence[str]) -> str:
-        fact = taken(plan)
+        fact = first_taken(plan)
         if plan[0].startswith("take ") or not fact or subgoals(plan)[0] != f"find {fact[0]}":
             return plan[0]
         commands = request.admissible or ()
@@ -224,7 +224,7 @@ def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[Execu
             mine,
             delivery=delivery,
             executor=ScriptedExecutor(seed),
-            limits=Limits(max_steps),
+            limits=EpisodeLimits(max_steps),
             concurrency=1,
         )
         examples += [ExecutorExample(step.executor_prompt, step.action) for e in episodes for step in e.steps]

@@ -20,10 +20,10 @@ from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal
 from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
-from data_gen.experience import collect_experience, first_views
-from data_gen.tasks import specs_for
+from data_gen.experience import collect_experience, select_first_views
+from data_gen.tasks import episode_specs
+from envs.household.command_reader import first_taken
 from envs.household.environment import HouseholdEnvironment, pickup_views
-from envs.household.trajectories import taken
 from lm.backbone import load_backbone
 from memory.bank import MemoryBank
 from zoo.curriculum import NOTHING
@@ -74,12 +74,12 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
 
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:
-        bank, views = MemoryBank(Path(folder) / "bank"), first_views(pickup_views, pictures)
+        bank, views = MemoryBank(Path(folder) / "bank"), select_first_views(pickup_views, pictures)
         collect_experience(make_env, env.tasks("gate_experience"), bank=bank, explainer=TEACHER, views=views)
-        specs = specs_for(env.tasks("gate"), bank, 4)
+        specs = episode_specs(env.tasks("gate"), bank, 4)
     for spec in specs:
         request = _request(env, spec)
-        thing, place = taken(env.expert() or []) or ("", "")
+        thing, place = first_taken(env.expert() or []) or ("", "")
         known = entry_for_goal(spec.goal, spec.memory)
         if not known:
             yield _Question(UNKNOWN, replace(request), ask="place", answer=NOTHING, chance=1.0)
@@ -91,7 +91,7 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
                 PICTURES, request, ask=f"what is marked in {spec.task.scene}", answer=place, chance=sum(own) / len(own)
             )
         elif known:
-            places = [taken(entry.provenance.actions) for entry in spec.memory]
+            places = [first_taken(entry.provenance.actions) for entry in spec.memory]
             chance = sum(found is not None and found[1] == place for found in places) / len(places)
             yield _Question(ENTRIES, request, ask=f"where is the {thing}", answer=place, chance=chance)
             yield _Question(KNOWN, replace(request), ask="place", answer=place, chance=chance)

@@ -16,7 +16,7 @@ from agent.expert import entry_for_goal
 from compiler.language import GUIDE
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
-from envs.household.trajectories import location, taken
+from envs.household.command_reader import first_taken, location
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.curriculum import IGNORE, NOTHING, Batch
@@ -130,5 +130,5 @@ def _draw_examples(
 
 def _fact(entry: MemoryEntry) -> tuple[str, str, str] | None:
     """Return (scene, thing, place) of an entry."""
-    fact = taken(entry.provenance.actions)
+    fact = first_taken(entry.provenance.actions)
     return (entry.provenance.scene, *fact) if fact else None

@@ -17,7 +17,7 @@ from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
 from envs.household.render import RECEPTACLE_NAMES, cells_of, draw_agent, draw_mark, draw_open, floor_plan, picture
 from lm.backbone import Backbone
-from lm.prompt import Part
+from lm.prompt import PromptPart
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from zoo.curriculum import FORMS, NOTHING, ROOM, Batch
@@ -35,7 +35,7 @@ def view_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
     """Draw a view without a prompt, and ask what it marks. Reading marks forms here in 100 to 200 steps; behind whole
     prompts it did not begin to in as many (measured)."""
     mark = _mark(rng)
-    view = [Part(text="view: "), Part(image=draw_room(_room(mark, rng), mark, rng))]
+    view = [PromptPart(text="view: "), PromptPart(image=draw_room(_room(mark, rng), mark, rng))]
     return dialogue_lesson(backbone, view, [("what is marked", f" {mark or NOTHING}")])
 
 

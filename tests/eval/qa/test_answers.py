@@ -25,8 +25,8 @@ from eval.qa.hf_readers import HfReader, is_complete
 from eval.qa.readers import ABSTAIN, EndpointReader, Prompt, build_prompt, chat_ids, parse_answer, text_of
 from eval.qa.retrievers import BASELINES, open_retriever
 from eval.qa.summary import to_markdown
+from lm.answer_cache import Answer
 from lm.endpoint import Endpoint
-from lm.ledger import Answer
 from memory.protocol import Record, Trace
 from tests.commands.running import memcompiler
 from tests.faulty_server import MODEL, FaultyServer

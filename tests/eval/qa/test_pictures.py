@@ -18,18 +18,18 @@ from eval.qa.benchmark_files import read_question_sets
 from eval.qa.hf_readers import HfVisionReader
 from eval.qa.readers import EndpointReader, Prompt, build_prompt, text_of
 from eval.qa.retrievers import open_retriever
+from lm.answer_cache import Answer
 from lm.endpoint import Endpoint
-from lm.ledger import Answer
-from lm.prompt import Part
+from lm.prompt import PromptPart
 from memory.journal import trace_from_json, trace_json
-from memory.protocol import Costs
+from memory.protocol import TokenCosts
 from memory.s3mem.rule_writer import write_units
 from memory.s3mem.system import S3Mem
 from memory.trajectory import png_bytes
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import lm_backbone, vlm_backbone
 
-SEES = Costs(picture=50)
+SEES = TokenCosts(picture=50)
 SAID = ("I put the mug on a shelf.", "Look at this!", "I sold my old pen.", "And here is my garden.")
 
 
@@ -166,7 +166,7 @@ def test_a_vision_language_model_reads_it_and_answers_depend_on_it() -> None:
     picture = lambda color: png_bytes(Image.new("RGB", (64, 64), color))
     red, blue = (build_prompt(["the mug is here"], "Where is the mug?", (), [[picture(c)]]) for c in ("red", "blue"))
     [answer] = reader.answer([red])
-    parts = [Part(text=p) if isinstance(p, str) else Part(image=Image.open(io.BytesIO(p))) for p in red]
+    parts = [PromptPart(text=p) if isinstance(p, str) else PromptPart(image=Image.open(io.BytesIO(p))) for p in red]
     encoded = backbone.encode(parts)
     assert answer is not None and answer.tokens_in == len(encoded.ids) and answer.tokens_out > 0
     places = sum(p.tokens for p in encoded.pictures)
@@ -184,7 +184,7 @@ def test_a_vision_language_model_reads_it_and_answers_depend_on_it() -> None:
     assert reader.log_probs([red], [""]) == [None]
     spelled = build_prompt([f"a text that says {backbone.image_token}"], "Where?")
     [again] = reader.answer([spelled])  # a token that a text spells is text
-    assert again is not None and again.tokens_in == len(backbone.encode([Part(*spelled)]).ids)  # type: ignore[arg-type]
+    assert again is not None and again.tokens_in == len(backbone.encode([PromptPart(*spelled)]).ids)  # type: ignore[arg-type]
 
 
 def test_who_sees_nothing_is_shown_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 _RESERVED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # structural added tokens that are not flagged as special
 
 
-class Marks:
+class SpecialTokens:
     """Escapes one tokenizer's special tokens in texts."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -79,13 +79,13 @@ class Marks:
         return copied, {copied.token_to_id(token["content"]): token["id"] for token in state["added_tokens"]}
 
 
-marks_of = lru_cache(maxsize=4)(Marks)
+special_tokens_of = lru_cache(maxsize=4)(SpecialTokens)
 
 
 class TextTokenizer:
     """A tokenizer for processors that encodes hidden special tokens in rendered chats as text."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: SpecialTokens) -> None:
         self._marks = marks
 
     def __getattr__(self, name: str) -> Any:

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from configs.collect import MemoryConfig, MemoryModels
 from configs.models import model_path
-from lm.embedding import EndpointEmbedder
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure, content_part
-from lm.ledger import EndpointStop
-from memory.bounded import Bounded
+from lm.endpoint_embedder import EndpointEmbedder
+from memory.budgeted import BudgetedMemory
 from memory.protocol import BankError, MemorySystem
-from memory.registry import RESPONSES, Ask, Tools, find
+from memory.registry import RESPONSES, ChatFunction, MemoryTools, find
 from memory.retrieval import Embed, SentenceEmbedder
 from runtime.store import read_json, to_json, write_atomically
 
@@ -28,13 +28,15 @@ def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
         BankError: the folder belongs to another memory system.
     """
     spec, path = find(config.system), Path(config.bank or default)
-    if (system := system_of(path)) not in (None, config.system):
+    if (system := stored_system(path)) not in (None, config.system):
         raise BankError(f"{path} belongs to memory system {system}: set memory.system={system}, or name another folder")
-    ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
-    tools = Tools(embedder(config, path / RESPONSES), ask, content_part if config.api and config.api.images else None)
+    ask = chat_function(Endpoint(config.api, path / RESPONSES)) if config.api else None
+    tools = MemoryTools(
+        embedder(config, path / RESPONSES), ask, content_part if config.api and config.api.images else None
+    )
     memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
-        memory = cast(MemorySystem, Bounded(memory, config.tokens, _token_counter(str(config.tokenizer))))
+        memory = cast(MemorySystem, BudgetedMemory(memory, config.tokens, _token_counter(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory
 
 
@@ -56,20 +58,20 @@ def _token_counter(tokenizer: str) -> Callable[[str], int]:
     return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 
-def make_memory(memory: MemorySystem) -> None:
+def initialise_memory(memory: MemorySystem) -> None:
     """Create the memory's files if there are none, and mark its folder with the system's name."""
     memory.commit([])
     if not (memory.path / MARK).exists():
         write_atomically(memory.path / MARK, to_json({"system": memory.name}))
 
 
-def system_of(path: Path) -> str | None:
+def stored_system(path: Path) -> str | None:
     """Return the memory system of a folder; None for no folder, or for a bank without a mark (of older versions)."""
     mark = path / MARK
     return read_json(mark).get("system") if mark.exists() else None
 
 
-def asking(endpoint: Endpoint) -> Ask:
+def chat_function(endpoint: Endpoint) -> ChatFunction:
     """Return the function by which a memory system calls a language model. It raises EndpointStop."""
 
     def ask(messages: Sequence[dict[str, Any]], role: str, max_tokens: int) -> str | None:
@@ -81,7 +83,7 @@ def asking(endpoint: Endpoint) -> Ask:
     return ask
 
 
-def renew_memory(path: Path) -> None:
+def clear_memory(path: Path) -> None:
     """Delete a memory's files but the endpoints' cached answers, so that it can be rebuilt from a record."""
     for entry in path.iterdir() if path.exists() else ():
         if entry.is_dir() and not entry.is_symlink():
@@ -90,16 +92,16 @@ def renew_memory(path: Path) -> None:
             entry.unlink()
 
 
-def growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:
+def open_growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:
     """Open a writable memory at `path`, filled from the settings' bank; also return its number of traces."""
-    return grown_from(config, path, open_memory(config, path) if config.bank is not None else None)
+    return open_memory_from(config, path, open_memory(config, path) if config.bank is not None else None)
 
 
-def grown_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
+def open_memory_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
     """Open a writable memory at `path`, filled from `given`; also return its number of traces."""
     memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path)
-    make_memory(memory)
+    initialise_memory(memory)
     if given is None:
         return memory, 0
-    memory.take_over(given)
+    memory.merge_from(given)
     return memory, given.origins().total()

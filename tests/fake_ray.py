@@ -34,7 +34,7 @@ class Ref:
 
 
 @dataclass(eq=False)
-class StandInActor:
+class FakeActor:
     """An actor (`runtime.ray_actors.ObjectActor`) that dies at some of its requests.
 
     Attributes:
@@ -91,7 +91,7 @@ class StandInActor:
         return Ref({"pid": 1, "context": 512})
 
 
-class StandInRay:
+class FakeRay:
     """The module."""
 
     exceptions = SimpleNamespace(
@@ -110,6 +110,6 @@ class StandInRay:
             raise ref.error
         return ref.value
 
-    def kill(self, actor: StandInActor, no_restart: bool = True) -> None:
+    def kill(self, actor: FakeActor, no_restart: bool = True) -> None:
         assert not no_restart
         actor.die()

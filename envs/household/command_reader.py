@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from envs.command_reader import CommandReader, Fact
 from envs.household.vocabulary import OPENABLE
-from envs.trajectories import Fact, TrajectoryReader
 
 _GO = "go to "
 # Commands with an effect.
@@ -20,7 +20,7 @@ _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is ope
 ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
 
 
-def taken(actions: Sequence[str]) -> tuple[str, str] | None:
+def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:
     """Return (kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
     found = next((m for a in actions if (m := TAKE.fullmatch(a))), None)
     return (found["thing"], found["place"]) if found else None
@@ -30,7 +30,7 @@ def location(scene: str, thing: str, place: str) -> str:
     return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
 
 
-def fetching(thing: str, place: str) -> str:
+def take_command(thing: str, place: str) -> str:
     """Write the command that takes a thing ("mug 1") from its remembered place, for entries of episodes that saw it
     there without taking it."""
     return f"take {thing} from {place}"
@@ -51,7 +51,7 @@ def subgoals(plan: Sequence[str]) -> list[str]:
     return goals
 
 
-class HouseholdReader(TrajectoryReader):
+class HouseholdReader(CommandReader):
     """Reader for generated homes: memory tells where a kind of object is in this very home. Other homes' layouts are
     uninformative, and every home has its appliances in plain view."""
 
@@ -98,7 +98,7 @@ class HouseholdReader(TrajectoryReader):
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
         """Write where the first thing was."""
-        fact = taken(actions)
+        fact = first_taken(actions)
         return location(scene, *fact) if fact else ""
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from envs.trajectories import Fact, TrajectoryReader, last_of_each
+from envs.command_reader import CommandReader, Fact, last_of_each
 
 ROOMS = (
     "art studio",
@@ -97,7 +97,7 @@ def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
     return list(rest[moves:]) if here == (goal or room) else [f"{TELEPORT}{goal or room}", *rest[moves:]]
 
 
-class ScienceWorldReader(TrajectoryReader):
+class ScienceWorldReader(CommandReader):
     """Reader for one fixed house; variations of a task type differ in things and start. Other variations tell in which
     room a step is taken, and which step comes next."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from envs.base import Task
-from envs.household.trajectories import ARRIVED, SOUGHT
+from envs.household.command_reader import ARRIVED, SOUGHT
 
 Relation = tuple[str, str]  # object with its number, receptacle
 _PLACE = r"[a-z]+ \d+"
@@ -27,7 +27,7 @@ _GONE = re.compile(rf"go to ({_PLACE})")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PlaceView:
     """A place in a text, and its visible contents (None where the text does not list them)."""
 
     at: str
@@ -35,13 +35,13 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class AgentState:
     """The agent's place and held item, as far as observations reveal them."""
 
     at: str = ""
     holds: str = ""
 
-    def after(self, action: str, feedback: str) -> Body:
+    def after(self, action: str, feedback: str) -> AgentState:
         """Return the state after a step."""
         body = self
         if arrived := ARRIVED.search(feedback) or (not feedback.startswith("Nothing") and _GONE.fullmatch(action)):
@@ -60,7 +60,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class StepEffect:
     """The effect of a step on a thing: taken from a place, put in one, heated, cooled or cleaned there, sliced, or
     switched on or off."""
 
@@ -69,33 +69,33 @@ class Deed:
     place: str = ""
 
 
-def deed(feedback: str) -> Deed | None:
+def parse_effect(feedback: str) -> StepEffect | None:
     """Parse the effect of a step from the answer; None for no effect."""
     if found := _TAKEN.search(feedback):
-        return Deed("take", found[1], found[2])
+        return StepEffect("take", found[1], found[2])
     if found := _PUT.search(feedback):
-        return Deed("put", found[1], found[2])
+        return StepEffect("put", found[1], found[2])
     if found := _DONE.search(feedback):
-        return Deed("slice", found[5]) if found[4] else Deed(found[1], found[2], found[3])
+        return StepEffect("slice", found[5]) if found[4] else StepEffect(found[1], found[2], found[3])
     if found := _SWITCHED.search(feedback):
-        return Deed(found[1], found[2])
+        return StepEffect(found[1], found[2])
     return None
 
 
-def views(text: str) -> Iterator[View]:
+def parse_places(text: str) -> Iterator[PlaceView]:
     """List the places whose content a text lists."""
     for place, content in _LISTED.findall(text):
-        yield View(place, tuple(_ENTITY.findall(content)))
+        yield PlaceView(place, tuple(_ENTITY.findall(content)))
 
 
-def room(text: str) -> tuple[str, ...]:
+def parse_room(text: str) -> tuple[str, ...]:
     """List what a first view says the room holds."""
     return tuple(entity for content in _ROOM.findall(text) for entity in _ENTITY.findall(content))
 
 
-def moved(feedback: str) -> str:
+def moved_object(feedback: str) -> str:
     """Return the object that a step moved; "" for none."""
-    done = deed(feedback)
+    done = parse_effect(feedback)
     return done.thing if done and done.verb in ("take", "put") else ""
 
 
@@ -104,7 +104,7 @@ def kind(entity: str) -> str:
     return re.sub(r" \d+$", "", entity)
 
 
-def objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
+def goal_objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
     """Return the object category that a goal in ALFWorld's words names; for another goal, the named ones of `known`."""
     goal = task.goal.lower()
     named = SOUGHT.search(goal)
@@ -112,8 +112,8 @@ def objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
     return frozenset({named[1]} if named else words.intersection(known))
 
 
-def summary(text: str, body: Body) -> str:
+def state_summary(text: str, body: AgentState) -> str:
     """Write a state in canonical form (B.2.2): place, visible entities sorted by name, held item."""
-    found = sorted({entity for view in views(text) for entity in view.seen or ()} | set(room(text)))
+    found = sorted({entity for view in parse_places(text) for entity in view.seen or ()} | set(parse_room(text)))
     seen = ", ".join(found) or " ".join(text.split())
     return f"at {body.at or 'start'} | sees: {seen} | {body.holding}"

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from runtime.worker_pool import Answered, Event, Finished, Lost, Ready, Unit, Worker
+from runtime.worker_pool import Answered, Event, Finished, Lost, Ready, Worker, WorkUnit
 
 
-class HereFleet:
+class InProcessBackend:
     """Workers, numbered from 0 in the order in which they are asked for, one line of whom is heard at a time.
 
     Args:
@@ -30,7 +30,7 @@ class HereFleet:
         self.rooms, self.hired, self.asked = deque(rooms), 0, 0  # asked: most workers at a time
         self.workers: dict[int, Worker] = {}
         self.told: dict[int, deque[Event]] = {}
-        self.begun: list[tuple[int, Unit]] = []
+        self.begun: list[tuple[int, WorkUnit]] = []
         self.dismissed: list[int] = []
 
     def capacity(self) -> int:
@@ -51,7 +51,7 @@ class HereFleet:
                 self.workers[number] = self.make()
                 self.told[number].append(Ready())
 
-    def submit(self, handle: int, unit: Unit) -> None:
+    def submit(self, handle: int, unit: WorkUnit) -> None:
         self.begun.append((handle, unit))
         if handle in self.mute:
             return
@@ -86,10 +86,10 @@ class HereFleet:
 
 
 class Echo:
-    """Answers with the item; `bad` items kill whoever plays them (a HereFleet is told so), "raise" raises."""
+    """Answers with the item; `bad` items kill whoever plays them (a InProcessBackend is told so), "raise" raises."""
 
-    def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
+    def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
         for key, item in unit.items.items():
             if item == "raise":
                 raise ValueError("a worker's own error")
-            done(key, f"{unit.what}: {item}")
+            done(key, f"{unit.context}: {item}")

@@ -23,7 +23,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def typed(record: T) -> T:
+def check_types(record: T) -> T:
     """Check a dataclass instance's fields of simple types, optional or in tuples; return the instance.
 
     Raises: ValueError, with the name of a field that has another type."""
@@ -53,7 +53,7 @@ def _simple_fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
     return found
 
 
-def json_object(text: str | None) -> dict[str, Any] | None:
+def parse_json_object(text: str | None) -> dict[str, Any] | None:
     """Return the JSON object in a chat model's answer; None without a valid one."""
     text = text or ""
     candidate = text[max(0, text.find("{")) : text.rfind("}") + 1]  # linear time for any text
@@ -64,7 +64,7 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def texts(value: Any) -> list[str]:
+def strings_in(value: Any) -> list[str]:
     """Return the strings in a list; [] for other values."""
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 

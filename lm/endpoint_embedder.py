@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure
-from lm.ledger import EndpointStop
 
 ROLE = "embedding"  # in the endpoint's cost account
 

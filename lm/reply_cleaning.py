@@ -25,7 +25,7 @@ _LABEL = re.compile(
 )
 
 
-def answer_text(text: str) -> str:
+def clean_reply(text: str) -> str:
     """Remove reasoning, byte-order mark, outer white space, and fences or tags around the whole reply.
 
     Reasoning is the text between its tags, after an unclosed opening tag, and before an unopened closing tag (chat
@@ -68,7 +68,7 @@ def _unfenced(text: str) -> str:
     return "\n".join(lines).strip() or first.strip("`~ ")
 
 
-def marked(text: str) -> str:
+def extract_labelled(text: str) -> str:
     """Return the part of an answer behind a label (`Action:`), in an <action> tag or in a fence; else the whole answer.
 
     Of several the first counts: later ones presume that it was executed."""

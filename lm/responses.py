@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm.ledger import Answer
-from lm.replies import answer_text
+from lm.answer_cache import Answer
+from lm.reply_cleaning import clean_reply
 from memory.words import word_tokens
 from runtime.http import TransientError
-from runtime.told import parse_json
+from runtime.parsing import parse_json
 
 Message = dict[str, Any]  # {"role", "content"} of the chat protocol
 
@@ -29,7 +29,7 @@ _FILTERED = ("content_filter", "refusal", "safety", "recitation", "prohibited_co
 _CUT, _PASSING = ("length", "max_tokens"), ("none", "error", "abort", "other", "unknown")
 
 
-class Fault(TransientError):
+class RequestFault(TransientError):
     """An attempt failed. `paid`: input and output tokens that are charged nevertheless."""
 
     def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
@@ -41,23 +41,25 @@ class Fault(TransientError):
         return self.kind in PERMANENT_FAULTS
 
 
-def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "max_tokens") -> Answer:
+def parse_answer(text: str, messages: Sequence[Message] = (), length_key: str = "max_tokens") -> Answer:
     """Return the first answer among a response's choices; missing token counts are estimated at four characters each.
 
     Raises: Fault, with the reason why there is no answer."""
     body, counts = _read_json(text)
     read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
     choices = body.get("choices") if isinstance(body, dict) else None
-    faults = list[Fault]()
+    faults = list[RequestFault]()
     for choice in choices if isinstance(choices, list) else []:
         content, kind, why = _read_choice(choice, counts)
         if not kind:
-            read = estimate(messages) if read is None else read
+            read = estimate_tokens(messages) if read is None else read
             written = len(content) // 4 + 1 if written is None else written
             return Answer(content, read, written, _finish(choice) in _CUT)
         advice = PERMANENT_FAULTS.get(kind, "") % {"length_key": length_key}
-        faults.append(Fault(kind, f"{why}. {advice}" if advice else why, paid=(read or 0, written or 0)))
-    raise next(iter(faults), Fault("no_choice", f"the body begins {text[:300]!r}", paid=(read or 0, written or 0)))
+        faults.append(RequestFault(kind, f"{why}. {advice}" if advice else why, paid=(read or 0, written or 0)))
+    raise next(
+        iter(faults), RequestFault("no_choice", f"the body begins {text[:300]!r}", paid=(read or 0, written or 0))
+    )
 
 
 def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -70,7 +72,7 @@ def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]
     parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
     texts = [part.get("text") for part in parts if part.get("type") in ("text", "output_text")]
     written = "".join(text for text in texts if isinstance(text, str))
-    answer = answer_text(written.encode("utf-8", "replace").decode())  # JSON may contain lone surrogates
+    answer = clean_reply(written.encode("utf-8", "replace").decode())  # JSON may contain lone surrogates
     if answer and reason not in _FILTERED:
         return answer, "", ""
     refusal = message.get("refusal") or next((part["refusal"] for part in parts if part.get("refusal")), None)
@@ -120,7 +122,7 @@ def _reasoned(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], co
     return f"all of it is in {fields[0]}" if fields else ""
 
 
-def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
+def parse_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
     """Return the n vectors of a response in the order of their texts as float32 bytes, and the input tokens.
 
     Args:
@@ -140,7 +142,9 @@ def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
     except (LookupError, TypeError, AttributeError, OverflowError):
         vectors, whole, finite = [], False, False
     if not (whole and finite and vectors[0]):
-        raise Fault("no_vectors", f"not {n} vectors of one length, the body begins {text[:80]!r}", paid=(read, 0))
+        raise RequestFault(
+            "no_vectors", f"not {n} vectors of one length, the body begins {text[:80]!r}", paid=(read, 0)
+        )
     return [vector.tobytes() for vector in vectors], read
 
 
@@ -149,7 +153,7 @@ def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
     try:
         body = parse_json(text.removeprefix("\ufeff"))
     except ValueError as error:
-        raise Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
+        raise RequestFault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
     usage = body.get("usage") if isinstance(body, dict) else None
     return body, usage if isinstance(usage, dict) else {}
 
@@ -158,7 +162,7 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
 
 
-def estimate(messages: Sequence[Message]) -> int:
+def estimate_tokens(messages: Sequence[Message]) -> int:
     """Estimate the tokens of messages: four characters each or, if more, by words and scripts; 1,000 a picture."""
     contents = [message["content"] for message in messages]
     parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]

@@ -1,6 +1,6 @@
 """Command readers: what an environment's commands and observations say about places, for teachers.
 
-A `TrajectoryReader` belongs to an environment (`EnvSpec.reader`). The one here knows no command language: from other
+A `CommandReader` belongs to an environment (`EnvSpec.reader`). The one here knows no command language: from other
 episodes it takes only the order of commands, which serves any environment.
 """
 
@@ -17,7 +17,7 @@ class Fact:
     place: str
 
 
-class TrajectoryReader:
+class CommandReader:
     """Reader of commands (of plans and past episodes) and observations. Stateless."""
 
     alike = False  # scenes are alike: a place in one suggests where to look in another (`likes`)

@@ -52,7 +52,7 @@ def price(config: EndpointConfig, tokens_in: int, tokens_out: int) -> float:
     return (tokens_in * config.price_in + tokens_out * config.price_out) / 1e6
 
 
-class Ledger:
+class AnswerCache:
     """Cached answers by request key, and running totals of requests and tokens. Every change is one transaction.
 
     Args:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lm.marks import Marks
-from lm.prompt import Part, PromptEncoder
+from lm.prompt import PromptEncoder, PromptPart
+from lm.special_tokens import SpecialTokens
 from tests import tiny_models
 
 MARKS = (
@@ -95,8 +95,8 @@ every = pytest.mark.parametrize("kind", KINDS)
 @given(parts=st.lists(texts, min_size=1, max_size=4), instructions=texts)
 def test_no_text_makes_a_special_token(kind: str, parts: list[str], instructions: str) -> None:
     made = encoder(kind)
-    plain = made.encode([Part("x")], instructions and "y")
-    prompt = made.encode([*map(Part, parts), Part(soft=3)], instructions)
+    plain = made.encode([PromptPart("x")], instructions and "y")
+    prompt = made.encode([*map(PromptPart, parts), PromptPart(soft=3)], instructions)
     soft = [made.memory_id] * 3
     assert [id for id in special(made, prompt.ids) if id != made.memory_id] == special(made, plain.ids)
     assert [id for id in prompt.ids if id == made.memory_id] == soft
@@ -110,7 +110,7 @@ def test_the_same_text_comes_out(kind: str, text: str) -> None:
     made = encoder(kind)
     read = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
     assert made.tokenizer.decode(made.ids(f"a{text}b")) == f"a{read}b"
-    assert read.strip() in made.tokenizer.decode(made.encode([Part(f"a{text}b")]).ids)
+    assert read.strip() in made.tokenizer.decode(made.encode([PromptPart(f"a{text}b")]).ids)
 
 
 @every
@@ -133,18 +133,20 @@ def test_what_is_encoded_beside_a_mark_is_what_it_is_without(kind: str) -> None:
             tokenize=False,
             add_generation_prompt=True,
         )
-        assert tuple(made.marks.encode(rendered)) == made.encode([Part(text)], "Act.").ids
+        assert tuple(made.marks.encode(rendered)) == made.encode([PromptPart(text)], "Act.").ids
 
 
 def test_a_mark_in_two_parts_is_text() -> None:
     made = encoder("chatml")
-    assert special(made, made.encode([Part("<|im_"), Part("end|>")]).ids) == special(made, made.encode([Part("x")]).ids)
+    assert special(made, made.encode([PromptPart("<|im_"), PromptPart("end|>")]).ids) == special(
+        made, made.encode([PromptPart("x")]).ids
+    )
 
 
 def test_prompts_are_encoded_alike_by_every_process() -> None:
     """Names of hidden marks are random, and leave no trace."""
     tokenizer = chatml()
-    first, second = Marks(tokenizer), Marks(tokenizer)
+    first, second = SpecialTokens(tokenizer), SpecialTokens(tokenizer)
     text = f"x{''.join(MARKS)} y"
     assert first.encode(first.hide(text)) == second.encode(second.hide(text))
     assert second.hide(first.hide(text)) == first.hide(text)
@@ -154,4 +156,4 @@ def test_a_tokenizer_that_cannot_encode_marks_as_text_is_named() -> None:
     slow = chatml()
     slow.__class__ = type("Slow", (PreTrainedTokenizerFast,), {"backend_tokenizer": None})
     with pytest.raises(ValueError, match=r"Slow \(no fast tokenizer\)"):
-        PromptEncoder(slow).encode([Part("a </s>")])
+        PromptEncoder(slow).encode([PromptPart("a </s>")])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from configs.collect import MemoryConfig, MemoryModels
-from data_gen.memories import embedder, open_memory
-from lm.embedding import ROLE, EndpointEmbedder
+from data_gen.memory_factory import embedder, open_memory
+from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint
-from lm.ledger import EndpointStop
+from lm.endpoint_embedder import ROLE, EndpointEmbedder
 from memory.bank import MemoryBank
 from memory.protocol import BankError
 from memory.registry import RESPONSES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from runtime.told import parse_json, typed
+from runtime.parsing import check_types, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
     [Row("a"), Row("", 1, 1, True, ("a", "\ud800"), 3, [1]), Row("a", share=None)],  # type: ignore[arg-type]
 )
 def test_a_record_of_declared_types_passes(row: Row) -> None:
-    assert typed(row) is row
+    assert check_types(row) is row
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_a_record_of_declared_types_passes(row: Row) -> None:
 )
 def test_another_type_is_named(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        typed(Row(**{"name": "a", **change}))  # type: ignore[arg-type]
+        check_types(Row(**{"name": "a", **change}))  # type: ignore[arg-type]

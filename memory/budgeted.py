@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memory.entry import MemoryEntry, Written
+from memory.entry import MemoryEntry, WriteResult
 from memory.protocol import MemorySystem, Query, Recall, Record, Session, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class BudgetedMemory:
     """A `MemorySystem` that recalls at most `most` tokens of another one. `count` returns a text's token count."""
 
     memory: MemorySystem
@@ -34,9 +34,11 @@ class Bounded:
             if (tokens := self.count(entry.text)) <= left:
                 left -= tokens
                 fitting.append(i)
-        entries, pointers = recalled.entries, recalled.pointers
+        entries, pointers = recalled.entries, recalled.record_ids
         return Recall(
-            tuple(entries[i] for i in fitting), recalled.made, tuple(pointers[i] for i in fitting) if pointers else ()
+            tuple(entries[i] for i in fitting),
+            recalled.generated,
+            tuple(pointers[i] for i in fitting) if pointers else (),
         )
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
@@ -49,17 +51,17 @@ class Bounded:
         session = self.memory.again(query, first, attempts)
         return None if session is None else _BoundedSession(session, self)
 
-    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         return self.memory.commit(episodes)
 
-    def take_over(self, other: object) -> Written:
-        return self.memory.take_over(other.memory if isinstance(other, Bounded) else other)
+    def merge_from(self, other: object) -> WriteResult:
+        return self.memory.merge_from(other.memory if isinstance(other, BudgetedMemory) else other)
 
     def snapshot(self) -> int:
         return self.memory.snapshot()
 
-    def at(self, version: int) -> Bounded:
-        return Bounded(self.memory.at(version), self.most, self.count)
+    def at(self, version: int) -> BudgetedMemory:
+        return BudgetedMemory(self.memory.at(version), self.most, self.count)
 
     def origins(self) -> Counter[tuple[str, str]]:
         return self.memory.origins()
@@ -77,7 +79,7 @@ class Bounded:
 @dataclass(frozen=True, slots=True)
 class _BoundedSession:
     session: Session
-    memory: Bounded
+    memory: BudgetedMemory
 
     def recall(self, observation: str) -> Recall:
         return self.memory.fitting(self.session.recall(observation))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lm.replies import answer_text, marked
+from lm.reply_cleaning import clean_reply, extract_labelled
 
 TAGS = [
     ("<think>", "</think>"),
@@ -31,8 +31,8 @@ def test_reasoning_is_no_part_of_an_answer(begin, end):
         f"{begin}{reasoning} {begin} it{end}fridge 1",
         f"{begin}one{end} {begin}two{end}```\nfridge 1\n```",
     ):
-        assert answer_text(text) == "fridge 1", text
-    assert answer_text(begin + reasoning) == answer_text(f"{reasoning}{end}\n") == ""
+        assert clean_reply(text) == "fridge 1", text
+    assert clean_reply(begin + reasoning) == clean_reply(f"{reasoning}{end}\n") == ""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_reasoning_is_no_part_of_an_answer(begin, end):
     ],
 )
 def test_what_is_no_reasoning_stays(text, answer):
-    assert answer_text(text) == answer and answer_text(answer) == answer
+    assert clean_reply(text) == answer and clean_reply(answer) == answer
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_no_reasoning_stays(text, answer):
     ],
 )
 def test_labels_and_fences_mark_out_an_answer(text, inner):
-    assert marked(text) == inner
+    assert extract_labelled(text) == inner
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_labels_and_fences_mark_out_an_answer(text, inner):
 )
 def test_a_text_of_any_length_is_read_in_no_time(piece):
     started = time.process_time()
-    marked(answer_text(piece * 20_000) or piece * 20_000)
+    extract_labelled(clean_reply(piece * 20_000) or piece * 20_000)
     assert time.process_time() - started < 2
