@@ -360,7 +360,7 @@ def test_a_reply_that_this_version_reads_differently_is_refused() -> None:
     made = Compilation("> go", Emission("go"))
     reply = CompileReply.of(made, (), None, None, Timings(queue=0, compile=0))
     assert reply.compilation(tiny_models.request(0)).emission == made.emission
-    with pytest.raises(ValueError, match="reads its emission as BRIEF, this client as EXPERIENCE"):
+    with pytest.raises(ValueError, match="parses its emission as BRIEF, this client as EXPERIENCE"):
         reply.model_copy(update={"kind": "BRIEF"}).compilation(tiny_models.request(0))
 
 
@@ -533,7 +533,7 @@ def test_vllm_behind_the_service(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_the_service_takes(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "guides" / "serving.md").read_text()
     [sent] = re.findall(r"-d '(\{.*?\n\})'", page, re.S)
     with serving(Fake()) as (client, _):
         answer = client.post("/compile", content=sent)
