@@ -75,7 +75,7 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
     named = python or _variable(place.variable)
     if not named:
         raise FileNotFoundError(
-            f"{place.variable} is not set: install EmbodiedBench (docs/guides/environments.md), then {_export(benchmark)}"
+            f"{place.variable} is not set: install EmbodiedBench (docs/guides/embodiedbench.md), then {_export(benchmark)}"
         )
     found = shutil.which(named)
     if not found:
@@ -184,7 +184,7 @@ _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "
 
 
 def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
-    fix = f"{_export(benchmark)}  # to install: docs/guides/environments.md"
+    fix = f"{_export(benchmark)}  # to install: docs/guides/embodiedbench.md"
     return EnvSpec(
         benchmark,
         EmbodiedBenchSettings,
