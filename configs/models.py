@@ -267,7 +267,7 @@ class ServeConfig(Settings):
 
 
 class EndpointConfig(Settings):
-    """A server of the OpenAI chat or embeddings protocol (docs/guides/data.md)."""
+    """A server of the OpenAI chat or embeddings protocol (docs/guides/endpoints.md)."""
 
     base_url: str = "https://api.openai.com/v1"
     """Address of the API."""

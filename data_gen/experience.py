@@ -60,7 +60,7 @@ def require_expert(config: Config) -> None:
     if not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert that could fill a memory bank: collect one with an endpoint as teacher "
-            "(memcompiler collect teacher=endpoint actor=teacher api.model=NAME, docs/guides/data.md) and name it "
+            "(memcompiler collect teacher=endpoint actor=teacher api.model=NAME, docs/guides/endpoints.md) and name it "
             "(memory.bank=RUN/bank), or play without memory (memory.k=0)"
         )
 

@@ -67,7 +67,7 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     if config.acting_role == "expert" and not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert to teach or act: use an endpoint for both (teacher=endpoint "
-            "actor=teacher api.model=NAME, docs/guides/data.md), or an executor as actor (actor=executor)"
+            "actor=teacher api.model=NAME, docs/guides/endpoints.md), or an executor as actor (actor=executor)"
         )
     if config.cluster == "ray":
         cluster.require_ray()

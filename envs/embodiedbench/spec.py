@@ -185,7 +185,7 @@ _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "
 
 
 def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
-    fix = f"{_export(benchmark)}  # to install: docs/guides/environments.md"
+    fix = f"{_export(benchmark)}  # to install: docs/guides/embodiedbench.md"
     return EnvSpec(
         benchmark,
         EmbodiedBenchSettings,
