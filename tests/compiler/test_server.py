@@ -533,7 +533,7 @@ def test_vllm_behind_the_service(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_the_service_takes(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "guides" / "serving.md").read_text()
     [sent] = re.findall(r"-d '(\{.*?\n\})'", page, re.S)
     with serving(Fake()) as (client, _):
         answer = client.post("/compile", content=sent)

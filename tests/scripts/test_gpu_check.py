@@ -146,7 +146,7 @@ def test_the_table_holds_what_the_record_holds(trace: Path, tmp_path: Path) -> N
 
 
 def test_every_part_and_every_page_knows_the_others() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
     for one in PARTS:
         assert f"| `{one.name}` |" in page
         assert Path(ROOT, *one.runs.partition(":")[0].split(".")).with_suffix(".py").is_file()
