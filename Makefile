@@ -27,11 +27,12 @@ TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym ray serve $(ENGINE) 
 CORE := $(call stamp,.venv,core,$(CORE_EXTRAS))
 FAST := $(call stamp,.venv,fast,serve)
 TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
+DOCS := $(call stamp,.venv,docs,)
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types gpu-check doctor FORCE
+.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types docs gpu-check doctor FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -66,6 +67,9 @@ lint: $(FAST)  ## check rules and format with ruff
 types: $(TEST)  ## check types with pyright
 	.venv/bin/pyright
 
+docs: $(if $(wildcard .venv/.synced/test*),$(TEST),$(DOCS))  ## build the docs site into out/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir out/site
+
 # Wheels of packages that GPU images with torch and transformers usually lack, for scripts/gpu_check.sh.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := pydantic pydantic-core omegaconf tenacity annotated-types typing-inspection
@@ -86,6 +90,9 @@ $(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
 
 $(FAST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 	$(call sync,.venv,--group dev,serve)
+
+$(DOCS): pyproject.toml uv.lock $(if $(wildcard .venv/bin/mkdocs),,FORCE)
+	$(call sync,.venv,--no-dev --group docs,)
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is not installed, and tests that need it are skipped")

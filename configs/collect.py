@@ -110,7 +110,7 @@ class LeakageConfig(Settings):
 
 
 class CollectConfig(Settings):
-    """A teacher plays the training tasks: experience goes into the bank, its steps into SFT rows (docs/guides/data.md)."""
+    """A teacher plays the training tasks: experience goes into the bank, steps into SFT rows (docs/guides/data.md)."""
 
     COMMAND: ClassVar[str] = "collect"
     teacher: Literal["expert", "endpoint"] = "expert"

@@ -191,7 +191,7 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """Optimisations of compiling that leave the output unchanged (docs/guides/serving.md); of engine hf unless noted."""
+    """Optimisations of compiling that do not change the output (docs/guides/serving.md); engine hf unless noted."""
 
     drafts: int = Field(default=4, ge=0)
     """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""

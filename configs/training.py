@@ -136,8 +136,8 @@ class SftConfig(Settings):
 
 
 class Placement(Settings):
-    """Processes of each role with `cluster: ray`, and replacement of lost ones (docs/guides/cluster.md); ignored with `local`.
-    Null: by the cluster's GPUs (training/ray_placement.py); of 8 the paper's 4, 3 and 1."""
+    """Processes of each role with `cluster: ray`, and replacement of lost ones (docs/guides/cluster.md).
+    Ignored with `local`. Null: by the cluster's GPUs (training/ray_placement.py); of 8 the paper's 4, 3 and 1."""
 
     trainers: int | None = Field(default=None, ge=1)  # processes that share an update
     compilers: int | None = Field(default=None, ge=0)  # engines for rollouts; 0: trainers compile themselves

@@ -160,10 +160,7 @@ def _evaluate(
         )
     record_evaluation(run, config, chosen.specs, memory)
     (run.path / RESULTS).unlink(missing_ok=True)  # it is outdated if broken episodes are played again
-    interrupted = {
-        name for name, done in record.played().items() if find(name).interdependent and len(done) < len(tasks)
-    }
-    record.keep(lambda key: key[0] not in interrupted)
+    _drop_interrupted(record, len(tasks))
     online = play()
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
     _check_any_worked(config, run, episodes)
@@ -201,6 +198,12 @@ def _play_here(
         else:
             evaluation.run(name, record.append, set(played.get(name, ())))
     return online
+
+
+def _drop_interrupted(record: EpisodeRecord, tasks: int) -> None:
+    """Drop incomplete deliveries whose episodes depend on each other: a resumed run plays them again."""
+    interrupted = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
+    record.keep(lambda key: key[0] not in interrupted)
 
 
 def _check_any_worked(config: EvalConfig, run: RunFolder, episodes: Episodes) -> None:

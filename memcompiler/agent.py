@@ -65,7 +65,7 @@ class Agent:
         k: entries to recall for a task.
         seed: seed of the records; models with temperature 0 ignore it.
         gate: the compile gate (`mc.load_gate`), for the delivery `compiled_gated`.
-        min_confidence: under `compiled_low_confidence`, the executor acts alone at or above this probability of its action.
+        min_confidence: under `compiled_low_confidence`, the executor acts alone at or above this probability.
 
     Raises:
         ValueError: the delivery does not exist, needs the environment's expert, or lacks compiler or gate.

@@ -48,17 +48,3 @@ def bench_cost(
 
     parameters = {"compiler": compiler_parameters, "executor": executor_parameters}
     run_cost(run, steps, delivery, over, parameters)
-
-
-@bench_app.command("fuzz")
-def bench_fuzz(
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    inputs: Annotated[int, typer.Option(min=1, help="Number of inputs over all targets.")] = 20_000,
-    target: Annotated[list[str] | None, typer.Option(help="Target to run (default: all); repeatable.")] = None,
-    only: Annotated[str | None, typer.Option(help="Run one input only, as TARGET:NUMBER.")] = None,
-) -> None:
-    """Feed generated and damaged answers, texts, files, settings and requests to their readers; exit 1 on a fault."""
-    from benchmarks.fuzz.run import run_fuzz
-
-    if run_fuzz(seed, inputs, target or (), only):
-        raise typer.Exit(1)

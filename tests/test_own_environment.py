@@ -118,7 +118,7 @@ MODELS = {
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._ALL, "_known", {})
+    monkeypatch.setattr(registry._ALL, "_added", {})
 
 
 @pytest.fixture

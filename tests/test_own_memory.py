@@ -141,7 +141,7 @@ MODELS = {
 
 @pytest.fixture
 def diary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._ALL, "_known", {})
+    monkeypatch.setattr(registry._ALL, "_added", {})
     registry.register(DIARY)
 
 

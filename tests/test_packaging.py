@@ -52,7 +52,7 @@ def test_the_workflow_runs_make_targets_that_exist(repository: Path):
     workflow = (repository / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"run: make ([a-z-]+)", workflow))
     targets = set(re.findall(r"^([a-z-]+):", (repository / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert named == {"lint", "types", "test-fast", "test"} and named <= targets
+    assert named == {"lint", "types", "docs", "test-fast", "test"} and named <= targets
 
 
 def test_ci_script_is_executable_bash(repository: Path):

@@ -75,7 +75,8 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
     named = python or _variable(place.variable)
     if not named:
         raise FileNotFoundError(
-            f"{place.variable} is not set: install EmbodiedBench (docs/guides/environments.md), then {_export(benchmark)}"
+            f"{place.variable} is not set: install EmbodiedBench (docs/guides/embodiedbench.md), then "
+            f"{_export(benchmark)}"
         )
     found = shutil.which(named)
     if not found:

@@ -101,7 +101,7 @@ def test_a_missing_gate_is_an_error_that_names_the_command_which_fits_one():
     ):
         delivery_gate(load_config(GrpoConfig, None, ["delivery=compiled_gated"]))
     assert delivery_gate(load_config(GrpoConfig, None, [])) is None
-    with pytest.raises(ConfigError, match="fitted when SFT is over"):
+    with pytest.raises(ConfigError, match="fitted after SFT"):
         load_config(
             SftConfig,
             None,
@@ -120,7 +120,7 @@ def test_a_missing_gate_is_an_error_that_names_the_command_which_fits_one():
 def test_it_learns_from_rows_which_steps_are_guided_and_is_saved_beside_their_checkpoints(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made = CliRunner().invoke(app, ["train", "need", str(run), "--recall", "0.9"])
+    made = CliRunner().invoke(app, ["train", "gate", str(run), "--recall", "0.9"])
     assert made.exit_code == 0 and "steps are guided" in made.output, made.output
     need = load_gate(str(run))
     assert need is not None and need.manifest["recall"] >= 0.9 and need.manifest["rows"] == 6 * TASKS
@@ -234,5 +234,5 @@ def test_a_gate_that_cannot_be_fitted_or_read_is_an_error(
     (run / "config.resolved.yaml").write_text(to_yaml(SftConfig(rows=str(tmp_path / "silent"))))
     fit_gate_after_sft(run, 0)  # SFT does not end by it
     assert "0 are guided" in " ".join(capsys.readouterr().out.split())
-    silent = CliRunner().invoke(app, ["train", "need", str(run)])
+    silent = CliRunner().invoke(app, ["train", "gate", str(run)])
     assert silent.exit_code and "of 4 rows 0 are guided" in silent.output

@@ -42,7 +42,6 @@ from tests.worker_backends import InProcessBackend
 @pytest.fixture(autouse=True, scope="module")
 def without_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_gen.dataset.statistics_plot", lambda *_: None)
         patch.setattr("eval.report.results_plots", lambda *_: [])
         yield
 

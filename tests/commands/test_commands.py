@@ -1,4 +1,4 @@
-"""The commands end to end at reduced size: quickstart, evaluation on real games, kill -9 and resume, README."""
+"""The commands end to end at reduced size: quickstart, evaluation on real games, kill -9 and resume."""
 
 import errno
 import json
@@ -339,12 +339,3 @@ def test_home_is_expanded_in_options_as_in_settings(monkeypatch):
         assert "/the/home/m ü" in words and words[-2:] == ["--download-dir=/the/home/d", "--seed=/the/home"]
     refused = CliRunner().invoke(app, [*command, "--model=~no-such-user/m"])
     assert refused.exit_code == 2 and "no-such-user" in refused.output
-
-
-def test_readme_commands_are_those_that_are_tested():
-    readme = (ROOT / "README.md").read_text()
-    for command in ("make quickstart", "make test", "make alfworld", "memcompiler eval -c eval/alfworld"):
-        assert command in readme
-    for block in re.findall(r"```\n(.*?)```", readme, re.S):
-        for name in re.findall(r"memcompiler ([a-z]+)", block):
-            assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0

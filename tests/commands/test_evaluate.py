@@ -217,7 +217,7 @@ def test_other_settings_data_or_prompts_are_refused(tmp_path, monkeypatch):
         (["deliveries=[compiled]", "baseline=null"], "compiler.checkpoint"),
         (["deliveries=[compiled]", "baseline=null", "compiler.checkpoint=/nowhere"], "no checkpoint in /nowhere"),
         (["matrix={memory: {a: {memory.kk: 1}}}"], "memory=a"),
-        (["matrix={memory: {}}"], "one level or more"),
+        (["matrix={memory: {}}"], "at least one level"),
         (["limit=0"], "greater than 0"),
     ],
 )
@@ -236,10 +236,10 @@ def test_episodes_that_depend_on_each_other_are_played_again_as_a_whole(tmp_path
     record = EpisodeRecord(tmp_path)
     for name in ("none", "compiled_shuffled_soft"):
         record.append(episode("t0", name))
-    evaluate._drop_unfinished(record, tasks=2)
+    evaluate._drop_interrupted(record, tasks=2)
     assert record.played() == {"none": ["t0"]}
     lost = replace(episode("t1", "compiled_shuffled_soft"), stop_reason=StopReason.WORKER_FAILURE)
     for each in (episode("t0", "compiled_shuffled_soft"), lost, episode("t1")):
         record.append(each)
-    evaluate._drop_unfinished(record, tasks=2)
+    evaluate._drop_interrupted(record, tasks=2)
     assert record.played() == {"none": ["t0", "t1"]}

@@ -360,7 +360,7 @@ def test_a_reply_that_this_version_reads_differently_is_refused() -> None:
     made = Compilation("> go", Emission("go"))
     reply = CompileReply.of(made, (), None, None, Timings(queue=0, compile=0))
     assert reply.compilation(tiny_models.request(0)).emission == made.emission
-    with pytest.raises(ValueError, match="reads its emission as BRIEF, this client as EXPERIENCE"):
+    with pytest.raises(ValueError, match="parses its emission as BRIEF, this client as EXPERIENCE"):
         reply.model_copy(update={"kind": "BRIEF"}).compilation(tiny_models.request(0))
 
 

@@ -181,7 +181,6 @@ def test_all_mistakes_at_once_each_with_its_place(write):
         ("lr", "'optimizer.lr'"),
         ("betas", "'optimizer.betas'"),
         ("clip_low", "'loss.clip_low'"),
-        ("kl", "'loss.kl'"),
         ("temperature", "'compiler.temperature' or 'executor.temperature' or 'sampling.temperature'"),
     ],
 )

@@ -132,7 +132,7 @@ def test_sequences_follow_from_the_settings_alone() -> None:
     assert {t.name for t in ITEM_TYPES.values()} >= set(TRAITS)
 
 
-HOUSEHOLD_L = {  # docs/experiments/karma.md: seed -> sequences of configs/eval/karma.yaml, as the hash of their manifest begins
+HOUSEHOLD_L = {  # seed -> start of the manifest hash of the sequences of configs/eval/karma.yaml
     0: "85179bd77dc09d27",
     1: "7416731913dc702b",
     2: "0f2868976831c458",

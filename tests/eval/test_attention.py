@@ -78,7 +78,7 @@ def own_weights(executor: FrozenExecutor, prompt: Prompt) -> torch.Tensor:
 def request(image: Image.Image | None = None, soft: bool = True) -> ExecutorRequest:
     torch.manual_seed(1)
     delivered = MemoryBlock("", "now: find mug", "go to shelf 1", "it was there", torch.randn(4, 64) if soft else None)
-    return ExecutorRequest("put a mug in cabinet", delivered, ("look",), "You see nothing.", ("look",), None, image)
+    return ExecutorRequest("put a mug in cabinet", delivered, ("look",), "You see nothing.", ("look",), image)
 
 
 @pytest.mark.parametrize("kind", MODELS)

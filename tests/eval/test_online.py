@@ -97,7 +97,6 @@ def test_first_attempts_count_and_memory_learns_from_all(tmp_path: Path) -> None
     assert [quarter["n"] for quarter in stream["quarters"]] == [1, 2, 1, 2]
     memory: Any = open_memory(config().memory, tmp_path / "run/memory/live")
     assert len(memory.knowledge.experiences) == 6 and not any(e.success for e in memory.knowledge.experiences)
-    assert sum(t.success for t in memory.knowledge.graph.trajectories) == 6  # what a retry won is a pattern for later
     assert [e.bank_version for e in played] == list(range(6))
 
 

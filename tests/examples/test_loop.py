@@ -24,7 +24,7 @@ def test_an_environment_in_one_file_is_evaluated(tmp_path: Path, monkeypatch: py
     from envs import registry
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry._ALL, "_known", {})
+    monkeypatch.setattr(registry._ALL, "_added", {})
     results = own_environment.main()
     assert (results["environment"], results["split"], results["n_tasks"]) == ("pantry", "test", 6)
     assert results["results"]["static"]["success"]["mean"] > results["results"]["none"]["success"]["mean"] > 0

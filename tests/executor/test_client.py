@@ -205,7 +205,7 @@ def test_settings_say_what_is_missing() -> None:
         assert config(engine="http", url="http://127.0.0.1:8000").url
     assert ExecutorConfig(engine="http", url="http://127.0.0.1:8000", mode="guided").mode == "guided"
     http = {"engine": "http", "url": "http://127.0.0.1:8000"}
-    with pytest.raises(ValueError, match="engine hf or vllm"):
+    with pytest.raises(ValueError, match="set engine to hf or vllm"):
         GrpoConfig(compiler=http)
     assert GrpoConfig(executor=http) and EvalConfig(compiler=http, executor=http)
     assert ServeConfig(compiler={"checkpoint": "x"}).compiler.engine == "vllm"

@@ -295,13 +295,13 @@ def test_a_folder_that_is_not_here_is_planned_by_the_name_of_its_model():
 
 
 def test_a_model_that_nobody_knows_is_a_clear_error():
-    with pytest.raises(ConfigError, match=r"no model '/nowhere/Nobody-3B' here.*Qwen2\.5-14B-Instruct"):
+    with pytest.raises(ConfigError, match=r"no model '/nowhere/Nobody-3B': name a folder.*Qwen2\.5-14B-Instruct"):
         model_config("/nowhere/Nobody-3B")
 
 
 def test_a_gpu_is_a_number_or_a_name():
     assert (find_gpu("24").gib, find_gpu("H100").gib) == (24, 79.2)
-    with pytest.raises(ConfigError, match="no GPU 'abacus'"):
+    with pytest.raises(ConfigError, match="unknown GPU 'abacus'"):
         find_gpu("abacus")
 
 

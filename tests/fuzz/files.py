@@ -22,8 +22,6 @@ import torch
 
 from agent import deliveries, episode, expert
 from agent.records import episode_from_json
-from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts
-from benchmarks.fuzz.target import Target, expect
 from compiler import checkpoint, gate
 from configs import run_folder
 from configs.collect import CollectConfig
@@ -47,6 +45,8 @@ from memory.linear import Head
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
 from runtime.store import to_json
 from soft_mem.projector import Projector, ProjectorConfig
+from tests.fuzz.inputs import damaged, json_text, mutated, pick, text, texts
+from tests.fuzz.target import Target, expect
 
 STEP, CONFIG, ENVIRONMENT = "sft/checkpoints/step-000001", run_folder.CONFIG, run_folder.ENVIRONMENT
 SETTINGS = {"collect": CollectConfig(), "eval": EvalConfig(), "sft": EvalConfig()}

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from benchmarks.fuzz import run
-from benchmarks.fuzz.inputs import text
-from benchmarks.fuzz.target import Target, expect
+from tests.fuzz import __main__ as run
+from tests.fuzz.inputs import text
+from tests.fuzz.target import Target, expect
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_a_fault_is_found_replayed_and_shortened(
 ) -> None:
     target = Target("planted", text, check)  # type: ignore[arg-type]
     monkeypatch.setattr(run, "TARGETS", (target,))
-    monkeypatch.setattr("benchmarks.fuzz.target.LIMIT_S", 0.05)
+    monkeypatch.setattr("tests.fuzz.target.LIMIT_S", 0.05)
     numbers = [n for n in range(60) if ";" in target.draw(7, n)]
     assert numbers and run.run_fuzz(seed=7, inputs=60) == len(numbers)
     first = numbers[0]

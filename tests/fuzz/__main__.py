@@ -1,13 +1,20 @@
-"""`memcompiler bench fuzz`: run the targets, and print each distinct fault with the options that replay it."""
+"""Fuzz the readers of everything that others write: answers, texts, files, settings, requests.
+
+    python -m tests.fuzz --inputs 1000000
+
+Prints each distinct fault with the options that replay it, and exits with 1 if there is one.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 
-from benchmarks.fuzz import files, services, texts
-from benchmarks.fuzz.target import Target, interrupting
+from tests.fuzz import files, services, texts
+from tests.fuzz.target import Target, interrupting
 
 LONGEST = 400  # printed characters of an input or message
 TARGETS = (*texts.TARGETS, *services.TARGETS, *files.TARGETS)
@@ -54,3 +61,17 @@ def _run(target: Target, seed: int, numbers: Sequence[int]) -> int:
         shown = given if len(given) <= LONGEST else f"{given[:LONGEST]}... ({len(given):,} characters)"
         print(f"  {what[:LONGEST]}\n    --seed {seed} --only {target.name}:{number}  input: {shown}", flush=True)
     return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inputs", type=int, default=20_000, help="number of inputs over all targets")
+    parser.add_argument("--target", action="append", default=[], help="target to run (default: all); repeatable")
+    parser.add_argument("--only", help="run one input only, as TARGET:NUMBER")
+    options = parser.parse_args()
+    sys.exit(bool(run_fuzz(options.seed, options.inputs, options.target, options.only)))
+
+
+if __name__ == "__main__":
+    main()

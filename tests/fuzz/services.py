@@ -16,10 +16,6 @@ from typing import Any
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
-from benchmarks.fuzz.files import folder
-from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts, value
-from benchmarks.fuzz.target import Target, expect
-from benchmarks.fuzz.texts import make_lines, make_state_text
 from compiler.client import CompileBody, RemoteCompiler
 from compiler.language import parse
 from compiler.records import Compilation, CompileRequest, Decoding
@@ -30,6 +26,10 @@ from envs import registry as environments
 from memory import registry as memories
 from memory.trajectory import png_bytes
 from runtime.http import RemoteError
+from tests.fuzz.files import folder
+from tests.fuzz.inputs import damaged, json_text, mutated, pick, text, texts, value
+from tests.fuzz.target import Target, expect
+from tests.fuzz.texts import make_lines, make_state_text
 
 COMMANDS = {
     "sft": training.SftConfig,

@@ -11,8 +11,6 @@ from random import Random
 from typing import Any
 
 from agent.disclosure import disclose
-from benchmarks.fuzz.inputs import MARKS, RARE, json_text, line, mutated, pick, text, texts, value
-from benchmarks.fuzz.target import Target, expect
 from compiler import brief_state
 from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
 from compiler.language import Emission, parse, render
@@ -36,6 +34,8 @@ from memory.entry import MemoryEntry, Provenance
 from memory.karma.graph import read_graph
 from memory.karma.units import read_states, read_unit
 from memory.words import search_terms
+from tests.fuzz.inputs import MARKS, RARE, json_text, line, mutated, pick, text, texts, value
+from tests.fuzz.target import Target, expect
 
 ADMISSIBLE = (
     "go to cabinet 2",
