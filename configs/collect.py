@@ -199,7 +199,7 @@ def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:
 
 
 class QuestionsConfig(Settings):
-    """Questions that a language model writes about histories, to train S3Mem's router (docs/experiments/s3mem.md)."""
+    """Questions that a language model writes about histories, to train S3Mem's router (docs/guides/questions.md)."""
 
     api: EndpointConfig = EndpointConfig()
     """Endpoint of the model."""

@@ -173,7 +173,7 @@ def train_router(
     seed: int = 0,
     questions: Annotated[Path | None, typer.Option(help="Additional questions, a file of `data questions`.")] = None,
 ) -> None:
-    """Train S3Mem's evidence router on template questions about our episodes (docs/experiments/s3mem.md)."""
+    """Train S3Mem's evidence router on template questions about our episodes (docs/guides/questions.md)."""
     from configs.run_folder import output_folder
     from training.router import train_router
 

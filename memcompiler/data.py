@@ -88,7 +88,7 @@ def data_inspect(
 @with_settings("configs.collect:QuestionsConfig")
 def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")) -> None:
     """Generate questions about the experts' histories with a language model, for `train router --questions
-    OUT/questions.jsonl` (docs/experiments/s3mem.md)."""
+    OUT/questions.jsonl` (docs/guides/questions.md)."""
     from configs.run_folder import output_folder
     from data_gen.questions.histories import expert_histories
     from data_gen.questions.llm_questions import (

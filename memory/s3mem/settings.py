@@ -15,7 +15,7 @@ CHANNELS: tuple[Channel, ...] = ("lexical", "dense", "window", "anchor", "object
 
 
 class S3MemSettings(Settings):
-    """Settings of the memory system `s3mem` (docs/experiments/s3mem.md)."""
+    """Settings of the memory system `s3mem` (docs/guides/questions.md)."""
 
     writer: Literal["rules", "llm"] = "rules"
     """Writer of units. llm: the language model of `memory.api`; rules write the records that it omits."""
