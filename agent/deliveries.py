@@ -90,7 +90,7 @@ class DeliverySpec:
         Args:
             trained: the trained compiler.
             reader: the environment's command reader, for teachers.
-            need: the compile gate beside the compiler's checkpoint.
+            gate: the compile gate beside the compiler's checkpoint.
 
         Raises:
             ValueError: the delivery needs a trained compiler or a compile gate, and got none.

@@ -216,7 +216,7 @@ def test_science_world_without_java_is_missing(monkeypatch):
     def no_java() -> str:
         raise ModuleNotFoundError("ScienceWorld needs Java")
 
-    monkeypatch.setattr("envs.scienceworld.environment.imports", lambda module: "1.2.3")
+    monkeypatch.setattr("envs.scienceworld.environment.imported_version", lambda module: "1.2.3")
     monkeypatch.setattr("envs.scienceworld.environment.java_path", no_java)
     assert run_probe(Probe("scienceworld", start_java)).status == "missing"
     monkeypatch.setattr("envs.scienceworld.environment.java_path", lambda: sys.executable)  # takes no "-version"

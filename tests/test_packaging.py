@@ -116,7 +116,7 @@ def test_extras_reach_uv_and_never_uninstall(repository: Path, tmp_path: Path):
         assert f'--out "{out}"' in _make(tmp_path, "-n", target, f"OUT={out}").stdout
     for name in ("gcc", "g++"):
         _script(tmp_path / "bin" / name, "exit 0")
-    assert "--group dev --extra alfworld" in _make(tmp_path, "-n", "test").stdout
+    assert "--group dev --group docs --extra alfworld" in _make(tmp_path, "-n", "test").stdout
 
 
 def test_openenv_and_vllm_are_tested_in_an_environment_each(

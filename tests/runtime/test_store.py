@@ -70,7 +70,7 @@ def test_damage_is_told_with_file_and_line(lines: JsonLines, damage: bytes) -> N
     with lines.path.open("ab") as file:
         file.write(damage + b"\n")
     lines.append(ROWS[1])
-    lines.needs = ("i",)
+    lines.required_keys = ("i",)
     with pytest.raises(RecordError, match=r"rows\.jsonl, line 2 is damaged .*start again"):
         list(lines)
     with pytest.raises(RecordError, match="line 2"):

@@ -326,7 +326,7 @@ def test_the_commands_take_the_memory_s_models(tmp_path: Path, repository: Path)
     with FaultyServer(vector=meaning) as server:
         named = {"base_url": server.url, "model": "m", "key_env": "null"}
         of = [part for name, value in named.items() for part in ("--with", f"embed_api.{name}={value}")]
-        recall = ["bench", "recall", "--data", str(data), "--tokens", "20", *of, "--out", str(tmp_path / "r")]
+        recall = ["bench", "memory", "recall", "--data", str(data), "--tokens", "20", *of, "--out", str(tmp_path / "r")]
         for memory in (["--memory", "embed"], ["--memory", "s3mem", "dense=embed"]):
             done = memcompiler(*recall, *memory)
             assert done.returncode == 0 and "recall@20:" in done.stdout, done.stderr
@@ -355,7 +355,18 @@ def locomo_file(folder: Path) -> Path:
 @pytest.mark.seconds
 def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
     data = locomo_file(tmp_path)
-    command = [sys.executable, "-m", "memcompiler", "bench", "recall", "--data", str(data), "--tokens", "20,1000"]
+    command = [
+        sys.executable,
+        "-m",
+        "memcompiler",
+        "bench",
+        "memory",
+        "recall",
+        "--data",
+        str(data),
+        "--tokens",
+        "20,1000",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository, timeout=300)
     assert told.stdout.strip().splitlines()[-1] == "recall@1000: 100.0"
     assert "| single-hop | 8 |" in told.stdout
