@@ -36,9 +36,13 @@ class EnvSettings(Settings):
     HOW: ClassVar[frozenset[str]] = frozenset({"workers"})  # settings that do not affect results
 
     name: str
-    workers: int | None = Field(default=None, ge=0)  # worker processes; 0: this process (default: by environment)
+    """Name of the environment."""
+    workers: int | None = Field(default=None, ge=0)
+    """Worker processes; 0: play in this process; null: the environment's default."""
     images: bool = True
-    seed: Seed = 0  # of generated scenes
+    """Observations have pictures."""
+    seed: Seed = 0
+    """Seed of generated scenes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,12 +169,19 @@ def _restored_argv() -> Iterator[None]:
 
 
 class AlfworldSettings(EnvSettings):
+    """Settings of real ALFWorld games."""
+
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the environment."""
     HOW = EnvSettings.HOW | {"data_root"}
-    data_root: PathName | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
-    engine: Literal["native", "textworld"] = "native"  # plays the games
-    images: bool = False  # the games have no view: floor plans are drawn by the household engine
-    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one game's world
+    data_root: PathName | None = None
+    """Folder that holds json_2.1.1; null: $ALFWORLD_DATA."""
+    engine: Literal["native", "textworld"] = "native"
+    """Engine that plays the games: the household engine, or TextWorld (extra `alfworld`)."""
+    images: bool = False
+    """Observations have floor plans, drawn by the household engine; the games have no view."""
+    sequences: SequenceSettings = SequenceSettings()
+    """Consecutive tasks in one game's world, for memory.protocol living."""
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:

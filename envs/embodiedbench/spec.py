@@ -33,11 +33,16 @@ class EmbodiedBenchSettings(EnvSettings):
     """Settings of one of the four benchmarks, with a simulator in every worker."""
 
     name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the benchmark."""
     HOW = EnvSettings.HOW | {"data_root", "python", "home"}
-    data_root: PathName | None = None  # folder of task files (see `tasks`; default: `home`)
-    python: PathName | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
-    home: PathName | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it)
-    resolution: int = Field(default=500, ge=64)  # side of the square picture, pixels
+    data_root: PathName | None = None
+    """Folder of task files (`envs/embodiedbench/tasks.py`); null: `home`."""
+    python: PathName | None = None
+    """EmbodiedBench's Python interpreter; null: the benchmark's environment variable (`INSTALLATIONS`)."""
+    home: PathName | None = None
+    """EmbodiedBench's checkout; null: $EMBODIEDBENCH_HOME, or the one that its Python imports."""
+    resolution: int = Field(default=500, ge=64)
+    """Side of the square picture in pixels."""
 
     @model_validator(mode="after")
     def _has_workers(self) -> Self:

@@ -39,30 +39,41 @@ class GymnasiumSplit(Settings):
     """One task per seed, each reset with the same options."""
 
     seeds: tuple[NonNegativeInt, ...] = Field(min_length=1)
-    options: dict[str, JsonValue] = Field(default={})  # for `reset`
+    """Seeds, each of which is one task."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Options of `reset`, equal for all seeds."""
 
 
 class GymnasiumKeys(Settings):
     """Keys under which an environment returns each value; null where it does not."""
 
-    text: str = "text"  # in a dict observation
-    image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
-    goal: str | None = None  # in a dict observation or in info; read by one reset per task
-    admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
-    progress: str | None = None  # in info of every step: share of goal conditions met
-    success: str | None = None  # in info of every step; without it, success is to terminate with a positive reward
+    text: str = "text"
+    """Text, in a dict observation."""
+    image: str | None = None
+    """Picture, in a dict observation: uint8, (height, width, 3) or (height, width)."""
+    goal: str | None = None
+    """Goal, in a dict observation or in info; read by one reset per task."""
+    admissible: str | None = None
+    """Admissible actions, in info or a dict observation: names, or a 0/1 mask over a Discrete space."""
+    progress: str | None = None
+    """Share of goal conditions met, in info of every step."""
+    success: str | None = None
+    """Success, in info of every step; null: an episode succeeds if it terminates with a positive reward."""
 
 
 class GymnasiumConfig(Settings):
     """Any text environment that `gymnasium.make` knows (extra `gym`)."""
 
     id: str = Field(min_length=1)
+    """Name for `gymnasium.make`."""
     splits: dict[str, GymnasiumSplit] = Field(min_length=1)
-    goal: str = ""  # of every task, unless keys.goal says where each has its own
-    actions: tuple[
-        Annotated[str, AfterValidator(_name_of_action)], ...
-    ] = ()  # names of a Discrete space's actions, in the order of their numbers
+    """Splits by name; the first is the evaluation split."""
+    goal: str = ""
+    """Goal of every task; unused where `keys.goal` is set."""
+    actions: tuple[Annotated[str, AfterValidator(_name_of_action)], ...] = ()
+    """Names of a Discrete space's actions, in the order of their numbers."""
     keys: GymnasiumKeys = GymnasiumKeys()
+    """Keys of the values that the environment returns."""
 
 
 class GymnasiumTextEnvironment:
@@ -287,8 +298,12 @@ def _picture(pixels: Any) -> "Image":
 
 
 class GymnasiumSettings(EnvSettings):
+    """Settings of a Gymnasium environment."""
+
     name: Literal["gymnasium"] = "gymnasium"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the environment."""
     gymnasium: GymnasiumConfig
+    """The Gymnasium environment, its splits and its keys."""
 
     @model_validator(mode="before")
     @classmethod

@@ -173,15 +173,24 @@ def pickup_views(actions: Sequence[str]) -> Sequence[int]:
 
 
 class HouseholdSettings(EnvSettings):
+    """Settings of generated homes."""
+
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Number of scenes by split.
+    """Name of the environment."""
     scenes: dict[str, NonNegativeInt] = Field(default={"train": 64, "valid": 48, "test": 48})
-    visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the view decides
-    remembered_share: float = Field(default=0.0, ge=0, le=1)  # share of tasks that only a picture in memory decides
-    kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
-    fixed_objects: int = Field(default=6, ge=1)  # things at the same place in every episode of a home
-    wandering_objects: int = Field(default=3, ge=0)  # things at another place in each episode
-    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one home
+    """Number of scenes by split."""
+    visual_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of tasks that only the view decides."""
+    remembered_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of tasks that only a picture in memory decides."""
+    kinds: tuple[str, ...] | None = None
+    """Task types; null: the four that fetch one thing."""
+    fixed_objects: int = Field(default=6, ge=1)
+    """Things per home whose place is the same in every episode."""
+    wandering_objects: int = Field(default=3, ge=0)
+    """Things per home whose place differs in each episode."""
+    sequences: SequenceSettings = SequenceSettings()
+    """Consecutive tasks in one home, for memory.protocol living."""
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:

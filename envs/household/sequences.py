@@ -39,12 +39,20 @@ class SequenceSettings(Settings):
     """The sequences that `sequences(split)` lists."""
 
     tasks: Literal["L", "R"] = "L"
-    simple: int = Field(default=15, ge=0)  # sequences of each class of L, as many as the paper has
+    """L: short sequences of three classes; R: long random ones."""
+    simple: int = Field(default=15, ge=0)
+    """Simple sequences of L; the paper has 15."""
     composite: int = Field(default=15, ge=0)
+    """Composite sequences of L; the paper has 15."""
     complex: int = Field(default=18, ge=0)
-    stream: Stream = "uniform"  # of R
-    worlds: int = Field(default=20, ge=1)  # of R
-    length: int = Field(default=400, ge=1)  # of R, tasks
+    """Complex sequences of L; the paper has 18."""
+    stream: Stream = "uniform"
+    """How R draws things: uniform, skewed (in proportion to ALFWorld's train goals) or drifting (favourites that change
+    every hundred tasks)."""
+    worlds: int = Field(default=20, ge=1)
+    """Number of sequences of R."""
+    length: int = Field(default=400, ge=1)
+    """Tasks per sequence of R."""
 
 
 @dataclass(frozen=True, slots=True)
