@@ -204,7 +204,7 @@ def test_the_display_reaches_the_simulator(host, monkeypatch):
 def test_a_missing_installation_says_what_to_do(host, tmp_path):
     with pytest.raises(ValueError, match="there are: eb_alfred, eb_habitat"):
         host("eb_kitchen")
-    with pytest.raises(FileNotFoundError, match="name a checkout"):
+    with pytest.raises(FileNotFoundError, match="set home to a checkout"):
         host("eb_alfred", home=tmp_path)
     (tmp_path / "embodiedbench").mkdir()
     (tmp_path / "embodiedbench" / "__init__.py").touch()
