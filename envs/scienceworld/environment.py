@@ -148,8 +148,8 @@ class ScienceWorldEnvironment:
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """Return the rest of the simulator's gold path, without its detours; None if it does not reach success, or if an
-        action off the path changed the world.
+        """Return the rest of the gold path without detours; None if it does not reach success, or an action off it
+        had an effect.
 
         Planning takes 1 to 10 seconds per task.
         """

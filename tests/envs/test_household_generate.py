@@ -220,7 +220,7 @@ def test_mistakes_are_answered_clearly() -> None:
     for settings, message in [
         ({"visual_share": 2}, "from 0 to 1"),
         ({"remembered_share": -1}, "from 0 to 1"),
-        ({"visual_share": 0.6, "remembered_share": 0.5}, "not exceed 1 together"),
+        ({"visual_share": 0.6, "remembered_share": 0.5}, "not sum to more than 1"),
         ({"kinds": (TWO,), "visual_share": 0, "remembered_share": 0.5}, "remembered_share to 0"),
         ({"wandering_objects": 0}, "visual_share to 0"),
         ({"kinds": (TWO,)}, "visual_share to 0"),
