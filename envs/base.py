@@ -82,7 +82,7 @@ def _position(at: Sequence[float]) -> Position:
 class Observation:
     text: str
     image: "Image | None" = None
-    admissible: tuple[str, ...] | None = None  # None where the benchmark lists no commands
+    admissible: tuple[str, ...] | None = None  # None: the benchmark lists no commands
 
 
 @dataclass(frozen=True, slots=True)

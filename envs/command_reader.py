@@ -20,14 +20,14 @@ class CommandReader:
     """Stateless parser of observations and of commands in plans and past episodes."""
 
     alike = False  # scenes resemble each other: a place in one suggests where to look in another (`likes`)
-    follows_recipes = True  # guidance may give a plan's next command where past episodes did the same
+    follows_recipes = True  # guidance may give a plan's next command if past episodes did the same
 
     def related(self, goal: str, other: str) -> bool:
         """Return whether an episode of another goal is informative about this goal."""
         return True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
-        """List where needs were met, in order."""
+        """List needs with the places that met them, in order."""
         return []
 
     def need(self, plan: Sequence[str]) -> Fact | None:

@@ -167,7 +167,7 @@ class EnvSpec:
     settings: type[EnvSettings]
     construct: Callable[[Any], WorkerSpec]  # factory and arguments, for this process or a worker
     splits: Callable[[Any], Splits]
-    workers: Callable[[Any], int] = lambda _: 0  # default number of workers; 0 where steps are quick
+    workers: Callable[[Any], int] = lambda _: 0  # default number of workers; 0: this process, for quick steps
     limits: PoolLimits | None = None  # of its workers; None: the pool's defaults
     expert: bool = True  # False: no expert to fill banks; endpoints teach instead
     # Lists a split's tasks without starting the environment; returns None if only the environment can list them.

@@ -180,7 +180,7 @@ class Induction:
     sharpness: Sequence[float] = (1.0,) * BLOCKS  # weight of each pair's comparison
     threshold: float = 0.0  # attention logit below which the head attends to the sink; 0: no sink
     penalty: float = 0.0  # added to the threshold if this token is no place or lacks a required word
-    rests_after: Sequence[str] = ()  # inactive where the last section begins with one of these
+    rests_after: Sequence[str] = ()  # inactive if the last section begins with one of these
     only_at: str = ""  # active only at tokens of this kind
     only_after: str = ""  # active only directly after this word
     kind: str = ""  # attends to tokens of this kind

@@ -97,7 +97,7 @@ class NativeGame:
 
 @dataclass
 class ParityReport:
-    """The comparison of one game or many. `different` counts steps, each with one or more differences."""
+    """The comparison of one or several games; `different` counts steps with any difference."""
 
     steps: int = 0
     different: int = 0
@@ -114,12 +114,11 @@ class ParityReport:
 
 
 def find_games(root: Path) -> list[Path]:
-    """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError for none."""
+    """Find all `game.tw-pddl` below a folder, sorted by path. Raises: FileNotFoundError, if there are none."""
     games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
     if not games:
         raise FileNotFoundError(
-            f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "
-            "`memcompiler env export` has written"
+            f"no game.tw-pddl below {root}: name an ALFWORLD_DATA folder, or one that `memcompiler env export` wrote"
         )
     return games
 
@@ -131,7 +130,7 @@ def kind_of(path: Path) -> str:
 
 
 def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
-    """Choose games in a seeded order in which splits and task types alternate; repeated when too few."""
+    """Choose games in a seeded order in which splits and task types alternate; repeat them if there are too few."""
     groups: dict[str, list[Path]] = {}
     for path in games:
         groups.setdefault(kind_of(path), []).append(path)
@@ -144,7 +143,7 @@ def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
 def compare(
     games: Sequence[Path], steps: int, seed: int, per_game: int = 400, jobs: int = 1, plain: bool = False
 ) -> Iterator[ParityReport]:
-    """Compare `steps` steps, `per_game` in each game but the last; yield reports game by game, in order.
+    """Compare `steps` steps, `per_game` in each game except the last; yield a report per game, in order.
 
     Args:
         jobs: processes.

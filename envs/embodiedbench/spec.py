@@ -139,7 +139,7 @@ def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None
         return None
 
 
-# Run by EmbodiedBench's own Python: import the named modules, then report where they are.
+# Code for EmbodiedBench's Python: import the named modules, then report the version and the package's folder.
 _IMPORT_ALL = """
 import importlib, json, sys
 for name in sys.argv[1:]:

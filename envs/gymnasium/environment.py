@@ -69,7 +69,7 @@ class GymnasiumConfig(Settings):
     splits: dict[str, GymnasiumSplit] = Field(min_length=1)
     """Splits by name; the first is the evaluation split."""
     goal: str = ""
-    """Goal of every task; unused where `keys.goal` is set."""
+    """Goal of every task; unused if `keys.goal` is set."""
     actions: tuple[Annotated[str, AfterValidator(_name_of_action)], ...] = ()
     """Names of a Discrete space's actions, in the order of their numbers."""
     keys: GymnasiumKeys = GymnasiumKeys()

@@ -33,7 +33,7 @@ class _Draft:
         self.won = False
 
     def do(self, command: str) -> None:
-        """Add a command, unless the goal holds already, as it can where real games have a thing in two places."""
+        """Add a command, unless the goal holds already (real games may have a thing in two places)."""
         if not self.won:
             self.engine.step(self.state, command)
             self.commands.append(command)

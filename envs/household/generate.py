@@ -39,7 +39,7 @@ class Home:
     """The persistent part of a scene: its receptacles and the places of its fixed items."""
 
     receptacles: tuple[Receptacle, ...]
-    fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two where the home has two of that type)
+    fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two for a pair)
     wandering: tuple[str, ...]
     lamp: int | None  # the lamp's receptacle
     seen: tuple[str, int] | None = None  # the item of remembered tasks, and its receptacle

@@ -134,7 +134,7 @@ class Game:
     task: str  # the task sentence without its full stop, e.g. "put a hot mug in cabinet"
     can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
     wording: Wording = field(default_factory=Wording)
-    locations: tuple[str, ...] = ()  # names of locations ("loc 3"), where the wording uses them
+    locations: tuple[str, ...] = ()  # names of locations ("loc 3"), if the wording uses them
     reachable: tuple[Position, ...] = field(default=(), compare=False)  # known positions of the agent
 
     @property
