@@ -1,6 +1,6 @@
 """Settings of the two training stages: SFT (paper C.3.1) and GRPO (paper C.3.2).
 
-Defaults are the paper's (Table 7) unless a comment says otherwise.
+Defaults are the paper's (Table 7) where it gives one, except SFT's `optimizer.projector_lr`.
 """
 
 from __future__ import annotations
@@ -24,56 +24,86 @@ class Optimizer(Settings):
     """AdamW over LoRA and projector; linear warm-up, then a cosine (paper Table 7, stage 1)."""
 
     lr: float = Field(default=1e-5, gt=0)
-    projector_lr: float | None = Field(default=1e-3, gt=0)  # LoRA's rate is too low for it; null: lr
-    min_lr: float = Field(default=0.0, ge=0)  # at the end of the cosine
-    warmup: float = Field(default=0.05, ge=0, le=1)  # share of the steps
+    """Peak learning rate of LoRA."""
+    projector_lr: float | None = Field(default=1e-3, gt=0)
+    """Peak learning rate of the projector, for which LoRA's is too low; null: `lr`."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """LoRA's learning rate at the end of the cosine; the projector's falls by the same factor."""
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    """Share of the steps with a linear warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's betas."""
     eps: PositiveFloat = 1e-8
-    projector_eps: float | None = Field(default=None, gt=0)  # null: eps
+    """AdamW's epsilon for LoRA."""
+    projector_eps: float | None = Field(default=None, gt=0)
+    """AdamW's epsilon for the projector; null: `eps`."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay."""
     grad_clip: PositiveFloat = 1.0
+    """Maximum norm of the gradient."""
 
 
 class GrpoOptimizer(Optimizer):
     """AdamW with stage 2's values."""
 
     lr: float = Field(default=1e-6, gt=0)
-    projector_lr: float | None = Field(default=None, gt=0)  # as in the paper
+    """Peak learning rate of LoRA."""
+    projector_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the projector; null: `lr`."""
     min_lr: float = Field(default=1e-7, ge=0)
+    """LoRA's learning rate at the end of the cosine; the projector's falls by the same factor."""
     warmup: float = Field(default=0.0, ge=0, le=1)
+    """Share of the steps with a linear warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's betas."""
     eps: PositiveFloat = 1e-5
+    """AdamW's epsilon for LoRA."""
     weight_decay: NonNegativeFloat = 0.01
+    """AdamW's weight decay."""
 
 
 class SftWeights(Settings):
     """Weights of the loss terms (paper Eq. 9)."""
 
     text: NonNegativeFloat = 1.0
+    """Weight of the emission's negative log-likelihood (Eq. 7)."""
     action: NonNegativeFloat = 1.0
+    """Weight of the executor's negative log-likelihood of the action, given text and soft tokens."""
     entropy: NonNegativeFloat = 0.1
+    """Weight of the negative entropy of the soft tokens."""
     latent: NonNegativeFloat = 1.0
+    """Weight of the loss that aligns soft tokens with the memory's content (Eq. 6)."""
     orth: NonNegativeFloat = 0.1
+    """Weight of the cosine between the mean hidden states of soft tokens and text."""
 
 
 class TrainingValidation(Settings):
     """Validation of SFT on rows of held-out tasks; its loss may choose the best checkpoint. Off by default."""
 
-    share: float = Field(default=0.0, ge=0, lt=1)  # of the tasks, at least one; 0: no validation
-    every: int = Field(default=50, ge=1)  # steps between validations; the last step is validated, too
-    patience: int | None = Field(default=None, ge=1)  # stop after so many validations without a lower loss; null: never
+    share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the tasks whose rows are held out, at least one task; 0: no validation."""
+    every: int = Field(default=50, ge=1)
+    """Steps between validations; the last step is always validated."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after this many validations without a lower loss; null: never."""
 
 
 class TrainingEvaluation(Settings):
     """Evaluation during training on held-out tasks; their success may choose the best checkpoint. Off by default. SFT
     plays tasks of `validation`, GRPO tasks held out from its split."""
 
-    tasks: int = Field(default=0, ge=0)  # 0: no evaluation
-    every: int = Field(default=50, ge=1)  # steps or updates between evaluations; the last one is evaluated, too
+    tasks: int = Field(default=0, ge=0)
+    """Number of held-out tasks to play; 0: no evaluation."""
+    every: int = Field(default=50, ge=1)
+    """SFT steps or GRPO updates between evaluations; the last one is always evaluated."""
     delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_gated"] = "compiled"
-    max_steps: int = Field(default=15, ge=1)  # of an episode
-    selects_best: bool = True  # success chooses the best checkpoint, not the validation loss
-    patience: int | None = Field(default=None, ge=1)  # stop after so many without higher success; null: never
+    """Delivery under which the tasks are played."""
+    max_steps: int = Field(default=15, ge=1)
+    """Maximum steps of an episode."""
+    selects_best: bool = True
+    """Success chooses the best checkpoint; false: SFT's validation loss does."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations without a higher success rate; null: never."""
 
     @model_validator(mode="after")
     def _decides_when_to_stop(self) -> TrainingEvaluation:
@@ -87,30 +117,56 @@ class SftConfig(Settings):
 
     COMMAND: ClassVar[str] = "train sft"
     compiler: CompilerConfig = CompilerConfig()
+    """Memory compiler to train."""
     executor: ExecutorConfig = ExecutorConfig()
-    rows: PathName | tuple[PathName, ...] = ""  # folders written by `memcompiler collect`, or glob patterns
-    on_bad_rows: Literal["error", "skip"] = "error"  # for rows that cannot be trained on; skipped ones are recorded
-    allow_leakage: bool = False  # allow rows that leak, or whose tasks are unknown; recorded
+    """Frozen executor that the gradient passes through; needs engine hf."""
+    rows: PathName | tuple[PathName, ...] = ""
+    """Row folders written by `memcompiler collect`, or glob patterns of them."""
+    on_bad_rows: Literal["error", "skip"] = "error"
+    """error: refuse rows that cannot be trained on; skip: leave them out and record them."""
+    allow_leakage: bool = False
+    """Allow rows that leak, or whose tasks are unknown; the run folder records it."""
     epochs: float = Field(default=5.0, gt=0)
-    max_steps: PositiveInt | None = None  # overrides epochs
-    batch_size: int = Field(default=2, ge=1)  # global
+    """Passes over the training rows."""
+    max_steps: PositiveInt | None = None
+    """Number of optimiser steps; overrides `epochs`."""
+    batch_size: int = Field(default=2, ge=1)
+    """Rows per optimiser step, over all processes."""
     micro_batch_size: int = Field(default=2, ge=1)
+    """Rows per forward pass of a process, which bounds its memory."""
     optimizer: Optimizer = Optimizer()
+    """AdamW and its learning-rate schedule."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    """Label smoothing of emission and action tokens."""
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
+    """Loss that aligns soft tokens with the memory's content: likelihood of its embeddings, squared distance from them,
+    its text as the executor decodes it, or none."""
     weights: SftWeights = SftWeights()
-    soft: bool = True  # False: text channel only (no projector, no action loss)
-    brief_state: bool = True  # False: rows without Brief State (compiled_no_brief)
+    """Weights of the loss terms."""
+    soft: bool = True
+    """False: train the text channel only, without projector and action loss."""
+    brief_state: bool = True
+    """False: train on rows without Brief State, for delivery compiled_no_brief."""
     validation: TrainingValidation = TrainingValidation()
+    """Validation on rows of held-out tasks."""
     evaluation: TrainingEvaluation = TrainingEvaluation()
-    loader_workers: int = Field(default=0, ge=0)  # per rank; they encode rows ahead of training
-    length_buckets: int = Field(default=0, ge=0)  # sort rows by length within so many batches; 0: off
-    gradient_checkpointing: bool = False  # of both models: a third more time, much less memory
+    """Evaluation on the held-out tasks of `validation`."""
+    loader_workers: int = Field(default=0, ge=0)
+    """Worker processes per rank that encode rows ahead of training; 0: none."""
+    length_buckets: int = Field(default=0, ge=0)
+    """Batch rows of similar length, sorted within windows of this many batches; 0: off."""
+    gradient_checkpointing: bool = False
+    """Recompute activations of both models: a third more time, much less memory."""
     backend: Backend = "replicated"
+    """How processes share an optimiser step (`training/backend.py`)."""
     seed: Seed = 0
+    """Seed of the row order, dropout, soft-token noise and held-out tasks."""
     save_every: int = Field(default=100, ge=1)
+    """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    trackers: tuple[TrackerName, ...] = ()  # receive the metrics (extra `trackers`)
+    """Number of newest checkpoints to keep, besides the best."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that receive the metrics (extra `trackers`)."""
 
     @model_validator(mode="after")
     def _can_checkpoint(self) -> SftConfig:
@@ -139,13 +195,20 @@ class Placement(Settings):
     """Processes of each role with `cluster: ray`, and replacement of lost ones (docs/guides/cluster.md).
     Ignored with `local`. Null: by the cluster's GPUs (training/ray_placement.py); of 8 the paper's 4, 3 and 1."""
 
-    trainers: int | None = Field(default=None, ge=1)  # processes that share an update
-    compilers: int | None = Field(default=None, ge=0)  # engines for rollouts; 0: trainers compile themselves
-    executors: int | None = Field(default=None, ge=0)  # engines that act; 0: every trainer has an executor
-    cpus: float | None = Field(default=None, gt=0)  # per process; null: 1, or a fraction if there are fewer
-    retries: int = Field(default=3, ge=0)  # of a request whose engine was lost
-    restarts: int = Field(default=3, ge=0)  # of each engine, and of the trainers
-    unresponsive_s: float = Field(default=1800.0, gt=0)  # an engine without an answer for so long counts as lost
+    trainers: int | None = Field(default=None, ge=1)
+    """Processes that share an update; null: half of the GPUs."""
+    compilers: int | None = Field(default=None, ge=0)
+    """Compiler engines for rollouts; 0: trainers compile themselves; null: as the remaining GPUs allow."""
+    executors: int | None = Field(default=None, ge=0)
+    """Executor engines; 0: every trainer has an executor; null: one per eight GPUs."""
+    cpus: float | None = Field(default=None, gt=0)
+    """CPUs per process; null: 1, or a fraction if the cluster has fewer."""
+    retries: int = Field(default=3, ge=0)
+    """Retries of a request whose engine was lost."""
+    restarts: int = Field(default=3, ge=0)
+    """Restarts of each engine, and of the trainers."""
+    unresponsive_s: float = Field(default=1800.0, gt=0)
+    """Seconds without an answer after which an engine counts as lost."""
 
 
 # Settings that may differ on resume: they say how and where a step is computed, not what.
@@ -167,61 +230,97 @@ class Sampling(Settings):
     """How rollouts sample the policy's text and soft tokens."""
 
     temperature: float = Field(default=1.2, ge=0)
-    latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
+    """Temperature of the text."""
+    latent_temperature: float | None = Field(default=None, ge=0)
+    """Temperature of the soft tokens; null: `temperature`."""
 
 
 class PolicyLoss(Settings):
     """The policy's loss (paper Eq. 8)."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Clip the probability ratio at 1 - `clip_low` where the advantage is negative."""
     clip_high: float = Field(default=0.28, ge=0)
-    text_weight: float = Field(default=1.0, ge=0)  # of a text token; 0 trains the latent channel alone
-    latent_weight: float = Field(default=1.0, ge=0)  # of a soft token; 0 trains the text channel alone
-    # Gradient of the soft tokens. score (the paper's Eq. 8): from their own probability ratio. pathwise: from the ratio
-    # of the action that the executor sampled after them, through the frozen executor; it counts as one soft token.
+    """Clip the probability ratio at 1 + `clip_high` where the advantage is positive."""
+    text_weight: float = Field(default=1.0, ge=0)
+    """Weight of a text token; 0 trains the latent channel alone."""
+    latent_weight: float = Field(default=1.0, ge=0)
+    """Weight of a soft token; 0 trains the text channel alone."""
     latent_gradient: Literal["score", "pathwise"] = "score"
-    importance_cap: float = Field(default=0.0, ge=0)  # of the trainer/engine ratio as a weight; 0: no weights
+    """Gradient of the soft tokens. score: from their own probability ratio (Eq. 8). pathwise: through the frozen
+    executor, from the ratio of the action that it sampled, which counts as one soft token."""
+    importance_cap: float = Field(default=0.0, ge=0)
+    """Cap of the importance weight trainer/engine of each token; 0: no importance weights."""
 
 
 class GrpoConfig(Settings):
     """Stage 2 (paper C.3.2, Table 7)."""
 
     COMMAND: ClassVar[str] = "train grpo"
-    compiler: CompilerConfig = CompilerConfig()  # `checkpoint` names the SFT run to continue
+    compiler: CompilerConfig = CompilerConfig()
+    """Memory compiler to train; `checkpoint` names the SFT run to continue."""
     executor: ExecutorConfig = ExecutorConfig()
+    """Frozen executor."""
     env: AnyEnvSettings = Field(default_factory=default_settings)
+    """Environment and its settings; `env=NAME` is short for `env.name=NAME`."""
     memory: MemoryConfig = MemoryConfig()
+    """Memory that the compiler recalls from."""
     leakage: LeakageConfig = LeakageConfig()
+    """Check for overlap with held-out tasks."""
     split: str = "train"
+    """Split of the environment."""
     limit: PositiveInt | None = None
+    """Maximum number of tasks of the split."""
     updates: int = Field(default=500, ge=1)
-    tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
-    group_size: int = Field(default=4, ge=2)  # episodes per task, K
+    """Number of updates."""
+    tasks: int = Field(default=4, ge=1)
+    """Tasks per update (N of C.3.2)."""
+    group_size: int = Field(default=4, ge=2)
+    """Episodes per task (K of C.3.2)."""
     max_steps: int = Field(default=15, ge=1)
-    # compiled_gated: compile, and learn from, only the steps that the compile gate selects (docs/guides/training.md).
+    """Maximum steps of an episode."""
     delivery: Literal["compiled", "compiled_gated"] = "compiled"
-    # Subtracted from the reward of a successful episode per token of its mean emission, down to 0. The paper has 0.
+    """compiled_gated: compile, and learn from, only the steps that the compile gate selects
+    (docs/guides/training.md)."""
     token_cost: float = Field(default=0.0, ge=0)
+    """Cost per token of an episode's mean emission, subtracted from the reward of success, down to 0; the paper has
+    none."""
     sampling: Sampling = Sampling()
+    """Sampling of the policy's text and soft tokens."""
     loss: PolicyLoss = PolicyLoss()
+    """Policy loss."""
     optimizer: GrpoOptimizer = GrpoOptimizer()
+    """AdamW and its learning-rate schedule."""
     evaluation: TrainingEvaluation = TrainingEvaluation()
-    minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
-    iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
+    """Evaluation on tasks held out from the split."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimiser steps per pass; with one step and one iteration nothing is clipped."""
+    iterations: int = Field(default=1, ge=1)
+    """Passes over the samples of an update."""
     micro_batch_size: int = Field(default=16, ge=1)
-    gradient_checkpointing: bool = False  # as in SFT
-    backend: Backend = "replicated"  # fsdp and zero3 need a second, whole base for rollouts
-    # ray: trainers and engines (for rollouts and actions) are processes on Ray.
+    """Samples per forward pass of a process, which bounds its memory."""
+    gradient_checkpointing: bool = False
+    """Recompute activations: a third more time, much less memory."""
+    backend: Backend = "replicated"
+    """How processes share an optimiser step (`training/backend.py`); fsdp and zero3 need a second, whole base for
+    rollouts."""
     cluster: Cluster = "local"
+    """ray: trainers and engines are processes on Ray."""
     placement: Placement = Placement()
+    """Processes of `cluster: ray`."""
     concurrency: int = Field(default=64, ge=1)
-    # Play the next update's episodes during this one, with weights that are one update old; needs loss.importance_cap.
-    # Never across a checkpoint.
+    """Episodes played side by side by a process, which share batches."""
     overlap: bool = False
+    """Play the next update's episodes during this one, except across a checkpoint, with weights one update old; needs
+    loss.importance_cap."""
     seed: Seed = 0
+    """Seed of sampling and of the order of tasks; scenes have `env.seed`."""
     save_every: int = Field(default=10, ge=1)
+    """Updates between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    trackers: tuple[TrackerName, ...] = ()  # receive the metrics (extra `trackers`)
+    """Number of newest checkpoints to keep, besides the best."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that receive the metrics (extra `trackers`)."""
 
     @field_validator("compiler")
     @classmethod

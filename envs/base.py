@@ -1,7 +1,7 @@
 """The contract between agents and environments: small records and one protocol.
 
-An environment is text first (`Observation.text`), may show a picture (`Observation.image`) and may list the commands
-that are possible now (`Observation.admissible`). It knows nothing about models.
+Every observation has text (`Observation.text`), may have a picture (`Observation.image`) and may list the commands that
+are possible now (`Observation.admissible`). Environments know nothing about models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,14 @@ class Task:
     scene: str  # label of the place whose layout persists across episodes, e.g. "home 17" or "FloorPlan405"; "" if none
     split: str
     kind: str  # task type, e.g. "pick_heat_then_place_in_recep"
-    # Where the deciding fact is: "text" (memory's text), "visual" (the view alone), "remembered" (a
-    # picture in memory alone), "" (real data).
-    family: str = ""
+    family: str = ""  # source of the deciding fact: "text" of memory, "visual" (the view), "remembered" (a picture in
+    # memory), "" (real data)
     data: Mapping[str, str] = field(default_factory=dict)  # arguments of the environment (path, seeds)
     # Labels that training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Replace newlines in goal and scene: prompts, memory and Brief State hold each in one line."""
+        """Replace newlines in goal and scene, which prompts, memory and Brief State hold in one line."""
         object.__setattr__(self, "goal", without_newlines(self.goal))
         object.__setattr__(self, "scene", without_newlines(self.scene))
 
@@ -47,7 +46,7 @@ Position = tuple[float, float, float]  # x, y (up) and z, in metres
 
 @dataclass(frozen=True, slots=True)
 class FloorPlan:
-    """The fixed layout of a world: positions of things (None: unknown), and positions where an agent can stand."""
+    """The fixed layout of a world: positions of things (None: unknown) and positions that an agent can reach."""
 
     things: Mapping[str, Position | None] = field(default_factory=dict)
     reachable: tuple[Position, ...] = ()
@@ -83,7 +82,7 @@ def _position(at: Sequence[float]) -> Position:
 class Observation:
     text: str
     image: "Image | None" = None
-    admissible: tuple[str, ...] | None = None  # None where the benchmark lists no commands
+    admissible: tuple[str, ...] | None = None  # None: the benchmark lists no commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,16 @@ class Transition:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One live episode at a time; `reset` starts afresh."""
+    """An environment with one live episode at a time, which `reset` starts."""
 
     @property
     def name(self) -> str: ...
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split, in an order that does not depend on the file system.
+        """List a split's tasks, in an order that does not depend on the file system.
 
-        ValueError for an unknown split; the message names the known ones.
+        Raises:
+            ValueError: the split is unknown; the message names the known ones.
         """
         ...
 
@@ -116,7 +116,7 @@ class Environment(Protocol):
     def step(self, action: str) -> Transition: ...
 
     def expert(self) -> list[str] | None:
-        """Return near-shortest commands from the current state to success; None without a way or an expert."""
+        """Return near-shortest commands from the current state to success; None without a plan or an expert."""
         ...
 
     def close(self) -> None: ...
@@ -127,20 +127,23 @@ class PersistentEnvironment(Environment, Protocol):
     """An environment in which one task can follow another in the same world."""
 
     def sequences(self, split: str) -> Sequence[TaskSequence]:
-        """List a split's sequences, always the same ones. Raises ValueError for an unknown split."""
+        """List a split's sequences, the same at every call. Raises: ValueError, if the split is unknown."""
         ...
 
     def proceed(self, task: Task) -> Observation:
-        """Start another task in the live world, whose state, agent position and hand stay as they are. The text lists
-        the room's places again, as `reset` does. Raises EnvironmentFailure for a task of another world."""
+        """Start another task in the live world without changing its state, and list the room's places as `reset` does.
+
+        Raises:
+            EnvironmentFailure: the task is of another world.
+        """
         ...
 
 
 def is_persistent(env: Environment) -> PersistentEnvironment:
-    """Return an environment whose worlds persist across tasks; EnvironmentFailure for any other."""
+    """Return the environment if its worlds persist across tasks. Raises: EnvironmentFailure, if they do not."""
     if isinstance(env, PersistentEnvironment):
         return env
     raise EnvironmentFailure(
-        f"{env.name} starts every task in a new world: sequences of tasks in one world are "
-        "played by household and, with its native engine, alfworld"
+        f"{env.name} starts every task in a new world: play sequences of tasks in household, or in alfworld with its "
+        "native engine"
     )

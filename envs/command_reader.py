@@ -1,7 +1,6 @@
-"""Command readers: what an environment's commands and observations say about places, for teachers.
+"""Command readers: parse an environment's commands and observations for teachers.
 
-A `CommandReader` belongs to an environment (`EnvSpec.reader`). The one here knows no command language: from other
-episodes it takes only the order of commands, which serves any environment.
+The base class knows no command language and works for any environment; `EnvSpec.reader` names an environment's own.
 """
 
 import re
@@ -11,72 +10,72 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A need and the place where an episode met it: need "find mug", place "cabinet 2"."""
+    """A need and the place where an episode met it, such as "find mug" and "cabinet 2"."""
 
     need: str
     place: str
 
 
 class CommandReader:
-    """Reader of commands (of plans and past episodes) and observations. Stateless."""
+    """Stateless parser of observations and of commands in plans and past episodes."""
 
-    alike = False  # scenes are alike: a place in one suggests where to look in another (`likes`)
-    follows_recipes = True  # guidance may give a plan's next command where past episodes did the same
+    alike = False  # scenes resemble each other: a place in one suggests where to look in another (`likes`)
+    follows_recipes = True  # guidance may give a plan's next command if past episodes did the same
 
     def related(self, goal: str, other: str) -> bool:
         """Return whether an episode of another goal is informative about this goal."""
         return True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
-        """List where needs were met, in order."""
+        """List needs with the places that met them, in order."""
         return []
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return the plan's next need and its place; None where its next subgoal needs no place."""
+        """Return the plan's next need and its place; None if its next subgoal needs no place."""
         return None
 
     def broader(self, need: str) -> str:
-        """Return the kind of a need, to use where no episode met it exactly; "" for none."""
+        """Return the kind of a need, for needs that no episode met exactly; "" if there is none."""
         return ""
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
-        """List the remaining subgoals in words of the goal or of `shown` (commands of past episodes)."""
+        """List the remaining subgoals, in words of the goal or of `shown` (commands of past episodes)."""
         return last_of_each(command for command in plan if command in shown)
 
     def steps(self, actions: Sequence[str]) -> list[str]:
-        """Return the steps of a recipe: the commands that do more than look or walk."""
+        """Return the steps of a recipe: commands other than looks and walks."""
         return list(actions)
 
     def shape(self, command: str) -> str:
-        """Return a command's form, which similar commands of other episodes share."""
+        """Return the form that a command shares with similar ones of other episodes."""
         return re.sub(r"\d+", "#", command)
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
-        """Return the places where the agent is known to be."""
+        """Return the places at which the agent is known to be."""
         return frozenset()
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the visible place that holds nothing for the need; "" where the view does not show it."""
+        """Return the visible place that does not meet the need; "" if the view shows none."""
         return ""
 
     def filled(self, action: str) -> tuple[str, str]:
-        """Return (place, thing) of an action that puts something somewhere; ("", "") for others."""
+        """Return (place, thing) of an action that puts something down; ("", "") for other actions."""
         return "", ""
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that were searched in vain."""
+        """Return the places that were searched without success."""
         return frozenset()
 
     def likes(self, place: str, text: str) -> list[str]:
-        """List the places in `text` of the same kind as a place of another scene; [] where scenes differ."""
+        """List the places in `text` that resemble a place of another scene; [] if scenes differ."""
         return []
 
     def thing(self, need: str) -> str:
-        """Return the Brief State's word for what a place lacks."""
+        """Return the needed thing, as the Brief State notes that a place lacks it."""
         return need
 
     def way(self, place: str) -> str:
-        """Return the guidance that leads to a place."""
+        """Return guidance to a place."""
         return f"go to {place}"
 
     def sentence(self, scene: str, need: str, place: str) -> str:
@@ -85,10 +84,10 @@ class CommandReader:
         return f"in {scene} {where}" if scene else where
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Write why an episode succeeded, for later look-ups; "" where its commands suffice."""
+        """Write why an episode succeeded; "" if its commands show it."""
         return ""
 
 
 def last_of_each(names: Iterable[str]) -> list[str]:
-    """Keep the last of equal names, in order, so that the rest of a plan is a suffix of its list."""
+    """Return the last occurrence of each name, in order: the rest of a plan then has a suffix of its list."""
     return list(dict.fromkeys(reversed(list(names))))[::-1]

@@ -1,6 +1,6 @@
 """Manifest of a task list: ids, isolation labels and content hashes, comparable as one hash.
 
-A manifest holds no text of a benchmark: goals and contents enter as digests.
+A manifest holds digests of goals and contents, not their text.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ FORMAT = 1
 
 
 class ManifestError(ValueError):
-    """A file that is no valid manifest, or tasks that cannot form one. The message is ready to print."""
+    """A file is no valid manifest, or tasks cannot form one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestTask:
-    """One task; ids are unique in their split. `digest`: SHA-256 of its goal and of its content's digest, if any."""
+    """One task. Ids are unique in their split; `digest` hashes the goal and the content's digest, if any."""
 
     id: str
     split: str
@@ -41,7 +41,7 @@ class Manifest:
 
     @classmethod
     def of(cls, benchmark: str, tasks: Iterable[Task]) -> Self:
-        """List tasks. Raises: ManifestError for no tasks, or two different tasks of one split with one id."""
+        """Create a manifest. Raises: ManifestError, for no tasks or for two different tasks of a split with one id."""
         listed: dict[tuple[str, str], ManifestTask] = {}
         for task in tasks:
             isolation = {name: tuple(sorted(set(values))) for name, values in sorted(task.isolation.items())}
@@ -67,14 +67,14 @@ class Manifest:
         return frozenset(task.id for task in self.tasks)
 
     def write(self, path: Path) -> None:
-        """Write one task per line, the same bytes for the same tasks; the file is replaced atomically."""
+        """Write the manifest atomically, one task per line; equal tasks give equal bytes."""
         head = {"format": FORMAT, "benchmark": self.benchmark, "split": self.split, "sha256": self.sha256}
         lines = ",\n".join(json.dumps(asdict(task), ensure_ascii=False, sort_keys=True) for task in self.tasks)
         write_atomically(path, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n')
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a manifest. Raises: ManifestError for a missing, invalid or changed file."""
+        """Read a manifest. Raises: ManifestError, if the file is missing, invalid or changed."""
         try:
             data = parse_json(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:

@@ -1,11 +1,9 @@
-"""Serve any environment over HTTP and WebSocket in the OpenEnv protocol, so that other trainers can use it.
+"""Server of any environment over HTTP and WebSocket in the OpenEnv protocol, for other trainers (extra `openenv`).
 
-A session (one WebSocket connection) has an environment of its own. `reset` takes `task` (an id), `index` or `seed`
-(modulo the number of tasks); without any, sessions take the split's tasks in turn, so that n clients cover it together.
-A step is `{"command": "go to fridge 1"}`. The reward is 1 for the step that succeeds and 0 otherwise; `progress` is in
-every observation. Only the given split is served, so that no client trains on the evaluation split by accident.
-
-Needs the extra `openenv`. There is no authentication: bind to a non-loopback address only behind a proxy that has it.
+Every session (one WebSocket connection) has an environment. `reset` takes `task` (an id), `index` or `seed` (modulo the
+number of tasks); without any, sessions take the split's tasks in turn. A step is `{"command": "go to fridge 1"}`, whose
+reward is 1 if it succeeds and 0 otherwise. The server serves one split, so that no client trains on another by
+accident. There is no authentication: bind to a non-loopback address only behind a proxy that has it.
 """
 
 import base64
@@ -30,9 +28,10 @@ LOOPBACK = "127.0.0.1"
 def serve_openenv(
     make_env: Callable[[], Environment], split: str, host: str = LOOPBACK, port: int = 8765, max_sessions: int = 64
 ) -> None:
-    """Serve until interrupted; ValueError for an unknown split, or one without tasks.
+    """Serve until interrupted; a client is `openenv.core.GenericEnvClient(base_url="http://127.0.0.1:8765")`.
 
-    Clients: `openenv.core.GenericEnvClient(base_url="http://127.0.0.1:8765")`.
+    Raises:
+        ValueError: the split is unknown or has no tasks.
     """
     app = openenv_app(make_env, split, max_sessions)
     import uvicorn
@@ -42,7 +41,7 @@ def serve_openenv(
 
 
 def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: int = 64) -> "FastAPI":
-    """Create the ASGI application of `serve_openenv`; raises the same errors."""
+    """Create the ASGI application of `serve_openenv`. Raises: ValueError, as that does."""
     env = make_env()
     tasks = tuple(env.tasks(split))
     env.close()
@@ -81,10 +80,10 @@ class EpisodeState(types.State):
 
 
 class Session(interfaces.Environment):
-    """One client's episodes. The first reset creates the environment: the protocol also creates sessions for
-    inspection.
+    """One client's episodes.
 
-    `turns` numbers the resets without a chosen task, across all sessions.
+    Args:
+        turns: counter of the resets without a chosen task, which all sessions share.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True  # sessions share the task list and the turn counter
@@ -106,10 +105,10 @@ class Session(interfaces.Environment):
         index: int | None = None,
         split: str | None = None,
     ) -> TextObservation:
-        """Start an episode; ValueError for a split or task that is not served, or more than one way to choose."""
+        """Start an episode. Raises: ValueError, if the choice of a task is invalid or ambiguous."""
         chosen = self._choose(seed, task, index, split)
-        self._env = self._env or self._make_env()
-        self._over = True  # should this reset fail, the old episode must not go on
+        self._env = self._env or self._make_env()  # not earlier: the protocol creates sessions for inspection, too
+        self._over = True  # the old episode must not continue if this reset fails
         observation = self._env.reset(chosen)
         self._task, self._steps, self._over, self._episode_id = chosen, 0, False, episode_id
         return self._shown(observation)
@@ -160,7 +159,7 @@ class Session(interfaces.Environment):
         return self.get_task_range(split)[index]
 
     def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
-        """List what a client may know of tasks before their episodes."""
+        """List tasks by the fields that a client may see before their episodes."""
         if split != self._split:
             raise IndexError(split)  # the protocol's one error that becomes a 400
         return [
@@ -172,7 +171,7 @@ class Session(interfaces.Environment):
         if split not in (None, self._split):
             raise ValueError(f"this server serves the split {self._split!r}, not {split!r}")
         if sum(choice is not None for choice in (seed, task, index)) > 1:
-            raise ValueError("choose a task by seed, by task or by index, not by several of them")
+            raise ValueError("set only one of seed, task and index")
         if task is not None:
             index = next((i for i, known in enumerate(self._tasks) if known.id == task), None)
             if index is None:

@@ -4,10 +4,9 @@
     with EnvironmentPool(homes, size=4) as pool:
         env = pool.lease()  # an `Environment`; run_episodes(pool.lease, jobs, ...) respects the pool's capacity
 
-Every worker leads a process group. A worker that times out, dies, stops its heartbeats or answers garbage is killed
-with its group (simulators start processes too), and the episode gets an `EnvironmentFailure` with the reason; the next
-lease gets a new worker, until the restart budget is spent. Workers end with the parent: by `close`, by garbage
-collection, at exit, and after a violent end by the kernel (see `worker.die_with_parent`).
+A worker that times out, dies, stops its heartbeats or sends an invalid answer is killed with its process group, and the
+episode gets an `EnvironmentFailure` with the reason; the next lease gets a new worker, up to `PoolLimits.restarts`.
+Workers end with the parent: on `close`, garbage collection or exit, and on Linux even if the parent is killed.
 """
 
 import io
@@ -40,18 +39,18 @@ class PoolCounters:
     started: int = 0
     restarted: int = 0  # replacements of lost ones
     lost: int = 0  # died or were killed
-    killed: int = 0  # of these, killed by the pool
+    killed: int = 0  # lost ones that the pool killed
     failures: Counter[str] = field(default_factory=Counter)  # by WorkerFailure.name or the hosted exception's name
 
 
 def _end_all(workers: set[Worker], patience_s: float, owner: int) -> None:
-    if os.getpid() == owner:  # a forked copy of the parent must not end the parent's workers
+    if os.getpid() == owner:  # a fork must not end its parent's workers
         end_workers(workers, patience_s)
         workers.clear()
 
 
 class EnvironmentPool:
-    """At most `capacity` live environments, each in a worker started on demand. Thread-safe."""
+    """Thread-safe pool of at most `capacity` environments, each in a worker that is started on demand."""
 
     def __init__(self, spec: WorkerSpec, size: int, limits: PoolLimits | None = None) -> None:
         if size < 1:
@@ -72,11 +71,11 @@ class EnvironmentPool:
         self.close()
 
     def lease(self) -> "Lease":
-        """Return an `Environment` that holds a worker from its first `reset` to `close`."""
+        """Return an `Environment` that has a worker from its first call to `close`."""
         return Lease(self)
 
     def close(self) -> None:
-        """End all workers: idle ones close their environment first, busy ones are killed."""
+        """Close the environments of idle workers, and end all workers; busy ones are killed."""
         with self._changed:
             self._closed = True
             self._idle.clear()
@@ -85,14 +84,15 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids (and group ids) of the live workers."""
+        """Return the process ids of the live workers, which are also their group ids."""
         with self._changed:
             return sorted(worker.pid for worker in self._workers)
 
     def take(self) -> Worker:
-        """Return an idle or new worker (one with `name` None needs `hello` first).
+        """Take an idle or new worker (one with `name` None needs `hello` first); return it by `give_back` or `lose`.
 
-        For `Lease`, which must return it by `give_back` or `lose`. EnvironmentFailure where none is available.
+        Raises:
+            EnvironmentFailure: no worker is available.
         """
         while True:
             worker = self._next()
@@ -104,11 +104,11 @@ class EnvironmentPool:
                 self.lose(worker, failure)
 
     def give_back(self, worker: Worker) -> None:
-        """End a lease; end the worker too if it is in a call or its environment keeps failing."""
+        """Return a worker; kill it if it is in a call or its environment failed twice in a row."""
         if worker.mid_call:
-            self.lose(worker, WorkerFailure("abandoned", f"worker {worker.pid} was given up in the middle of a call"))
+            self.lose(worker, WorkerFailure("abandoned", f"worker {worker.pid} was abandoned during a call"))
         elif worker.strikes > 1:
-            self.lose(worker, WorkerFailure("faulty", f"the environment of worker {worker.pid} failed again and again"))
+            self.lose(worker, WorkerFailure("faulty", f"the environment of worker {worker.pid} failed repeatedly"))
         else:
             with self._changed:
                 self._taken -= 1
@@ -116,7 +116,7 @@ class EnvironmentPool:
                 self._changed.notify()
 
     def lose(self, worker: Worker, failure: WorkerFailure) -> None:
-        """Kill a worker that failed its lease."""
+        """Kill a worker after a failure."""
         with self._changed:
             if worker in self._workers:  # false once the pool is closed
                 self._workers.remove(worker)
@@ -128,7 +128,7 @@ class EnvironmentPool:
             self._changed.notify()
 
     def count(self, failure: str) -> None:
-        """Count a failure that its worker survived."""
+        """Count a failure after which the worker is still usable."""
         with self._changed:
             self.counters.failures[failure] += 1
 
@@ -136,8 +136,8 @@ class EnvironmentPool:
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or self._taken < self.capacity, self.limits.lease_s):
                 raise EnvironmentFailure(
-                    f"no worker came free in {self.limits.lease_s:g} s: at most {self.capacity} environments of this "
-                    "pool can be in an episode at once; close some, or make the pool larger"
+                    f"no worker became free in {self.limits.lease_s:g} s: this pool plays at most {self.capacity} "
+                    "episodes at once; close some environments, or enlarge the pool"
                 )
             if self._closed:
                 raise EnvironmentFailure("the environment pool is closed")
@@ -156,8 +156,8 @@ class EnvironmentPool:
         if replacing and counters.restarted >= self.limits.restarts:
             raise EnvironmentFailure(
                 f"the pool's restart budget is spent ({self.limits.restarts}): {counters.lost} workers were lost, "
-                f"failures {dict(counters.failures)}; raise PoolLimits.restarts only if that many are expected. "
-                f"The last one: {self._last_failure}"
+                f"failures {dict(counters.failures)}; raise PoolLimits.restarts only if you expect that many. "
+                f"Last failure: {self._last_failure}"
             )
         counters.started += 1
         counters.restarted += replacing
@@ -171,7 +171,7 @@ class EnvironmentPool:
 
 
 class Lease:
-    """An `Environment` in a worker process, taken at the first call and returned by `close`."""
+    """An `Environment` in a worker process, which it takes at the first call and returns on `close`."""
 
     in_process = False
 
@@ -186,11 +186,11 @@ class Lease:
         return self._pool.name
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split; ValueError and FileNotFoundError as the hosted environment raises them."""
+        """List a split. Raises: ValueError and FileNotFoundError, as the hosted environment does."""
         return self._listed("tasks", split, task_from_json)
 
     def sequences(self, split: str) -> list[TaskSequence]:
-        """List a split's sequences, as `tasks`; EnvironmentFailure where the hosted environment has none."""
+        """List a split's sequences. Raises: as `tasks`; EnvironmentFailure, if the hosted environment has none."""
         return self._listed("sequences", split, sequence_from_json)
 
     def _listed(self, call: str, split: str, decode: Callable[[Mapping[str, Any]], T]) -> list[T]:
@@ -217,7 +217,7 @@ class Lease:
         return self._call("expert", lambda value, _: value)
 
     def close(self) -> None:
-        """Return the worker. One in a call (of another thread, or interrupted) is killed."""
+        """Return the worker; kill it if it is in a call of another thread or in an interrupted one."""
         with self._lock:
             self._closed = True
         worker = self._detach()
@@ -244,10 +244,10 @@ class Lease:
         return result
 
     def _hold(self, name: str) -> Worker:
-        """Mark the worker as in a call: a later `close` kills it; after an earlier one the call fails."""
+        """Mark the worker as in a call, so that `close` kills it. Raises: EnvironmentFailure, after `close`."""
         if self._worker is None and name in ("reset", "tasks", "sequences") and not self._closed:
             self._worker = self._pool.take()
-            if self._closed:  # by another thread, before this worker was taken
+            if self._closed:  # by another thread, while this one took the worker
                 self.close()
         with self._lock:
             if self._closed:
@@ -258,7 +258,7 @@ class Lease:
             return self._worker
 
     def _detach(self) -> Worker | None:
-        """Release the worker to the first caller; None for later ones."""
+        """Release and return the worker; return None if it was released already."""
         with self._lock:
             worker, self._worker = self._worker, None
         return worker

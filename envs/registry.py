@@ -1,4 +1,4 @@
-"""Registry of environments by name (built-in, registered, or of the entry point group `memcompiler.environments`), and
+"""Registry of environments (built-in, registered, or of the entry point group `memcompiler.environments`), and
 `Environments`, which creates them from settings."""
 
 import sys
@@ -37,7 +37,7 @@ register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loade
 
 
 def known(name: str) -> EnvSpec | None:
-    """Return the environment of that name, or None, for records that may name any environment."""
+    """Return an environment, or None if the name is unknown, as in records of other installations."""
     try:
         return find(name)
     except PluginError:
@@ -47,7 +47,8 @@ def known(name: str) -> EnvSpec | None:
 def settings_of(value: Any) -> Any:
     """Return an environment's settings from its name, or from a mapping that may hold its name.
 
-    ValueError for an unknown environment, or a setting that it does not have.
+    Raises:
+        ValueError: the environment is unknown, or does not have a setting.
     """
     if isinstance(value, str):
         value = {"name": value}
@@ -59,7 +60,7 @@ def settings_of(value: Any) -> Any:
 
 
 def _without_foreign_defaults(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop settings of other environments where they are null or have their default."""
+    """Drop settings of other environments that are null or have their default."""
     fields, own, unknown = spec.settings.model_fields, dict(given), []
     for key in given:
         if key in fields:
@@ -86,7 +87,7 @@ def executor_instructions_for(settings: EnvSettings) -> ExecutorInstructions:
 
 
 def compiler_instructions_for(settings: EnvSettings) -> str:
-    """Return the compiler's instructions for the environment, beside the emission language."""
+    """Return the compiler's instructions for the environment, besides the emission language."""
     return find(settings.name).compiler_instructions
 
 
@@ -101,8 +102,8 @@ def evaluation_split(settings: EnvSettings) -> str:
 
 
 def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """Return the versions of the environment's packages, and the hash of the built-in engine's source (None without
-    one). EmbodiedBench's version is that of its checkout, which settings name."""
+    """Return the versions of the environment's packages, and the hash of its built-in engine's source (None without
+    one)."""
     spec = find(name)
     engine = source_sha256(spec.sources) if spec.sources else None
     return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
@@ -113,10 +114,9 @@ AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings
 
 
 class Environments:
-    """The source of a run's environments: this process where a step takes microseconds, otherwise a pool of workers.
+    """The environments of a run, in this process or, if steps are slow, in a pool that the first lease starts.
 
-    `lease` returns one environment for one episode; hand it to `run_episodes`, which never takes more than `capacity`.
-    The first lease starts the pool: EmbodiedBench's tasks are listed without EmbodiedBench.
+    `lease` returns one environment for one episode; `run_episodes` leases at most `capacity` at a time.
     """
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -135,7 +135,8 @@ class Environments:
     def lease(self) -> Environment:
         """Return an environment for one episode.
 
-        FileNotFoundError or ModuleNotFoundError where a requirement is not installed; the message names it.
+        Raises:
+            FileNotFoundError, ModuleNotFoundError: a requirement is not installed; the message names it.
         """
         if self._pool is not None:
             return self._pool.lease()
@@ -146,14 +147,14 @@ class Environments:
         return self._pool.lease()
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split, in a fixed order; ValueError for an unknown one, FileNotFoundError without its data."""
+        """List a split in a fixed order. Raises: ValueError, if it is unknown; FileNotFoundError, without its data."""
         if split not in self._tasks:
             listed = self.spec.list_tasks(self.settings, split)
             self._tasks[split] = self._list(split) if listed is None else listed
         return list(self._tasks[split])
 
     def sequences(self, split: str) -> list[TaskSequence]:
-        """List a split's sequences of tasks in one world. Raises: as `tasks`; EnvironmentFailure where worlds do not
+        """List a split's sequences of tasks in one world. Raises: as `tasks`; EnvironmentFailure, if worlds do not
         persist."""
         env = self.lease()
         try:

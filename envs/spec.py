@@ -21,11 +21,11 @@ from envs.base import Task
 from envs.command_reader import CommandReader
 from runtime.settings import Seed, Settings
 
-# Isolation rule by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
-# sides. novel: evaluation also has values that training lacks.
+# Isolation rule by dimension of `Task.isolation` (paper C.1). disjoint: training and evaluation share no value. novel:
+# evaluation also has values that training lacks.
 Rule = Literal["disjoint", "novel"]
 
-# Default instructions of executors: without commands, which are therefore listed below them.
+# Default instructions of executors; they name no commands, so the admissible ones are listed below them.
 INSTRUCTIONS = """You are an agent with a goal. Each turn you see where you are and what is there. Answer with exactly \
 one command and nothing else."""
 
@@ -36,9 +36,13 @@ class EnvSettings(Settings):
     HOW: ClassVar[frozenset[str]] = frozenset({"workers"})  # settings that do not affect results
 
     name: str
-    workers: int | None = Field(default=None, ge=0)  # worker processes; 0: this process (default: by environment)
+    """Name of the environment."""
+    workers: int | None = Field(default=None, ge=0)
+    """Worker processes; 0: play in this process; null: the environment's default."""
     images: bool = True
-    seed: Seed = 0  # of generated scenes
+    """Observations have pictures."""
+    seed: Seed = 0
+    """Seed of generated scenes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +51,17 @@ class Splits:
 
     evaluation: str  # the default split of evaluations
     held_out: tuple[str, ...] = ()  # must not be learned from; `leakage.held_out` adds others
-    # The split whose tasks the expert plays to fill the bank for a played split, by the benchmark's isolation rule:
-    # those that share scene or task type with a played task, or (None) all. A task never reads its own episode.
+    # The split whose tasks the expert plays to fill the bank for a played split.
     experience: Callable[[str], str] = lambda split: "train"
-    related: Literal["scene", "kind"] | None = None
-    per_kind: int | None = None  # most tasks of each type, where the expert is slow (default: all)
+    related: Literal["scene", "kind"] | None = None  # only tasks that share this with a played task; None: all
+    per_kind: int | None = None  # maximum tasks of each type, for slow experts; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The object a worker hosts, and its interpreter."""
+    """The object that a worker hosts, and its interpreter."""
 
-    factory: str  # "module:Class"; the repository is put on the worker's PYTHONPATH only if the module is in it
+    factory: str  # "module:Class"; the worker's PYTHONPATH gets the repository only if the module is in it
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory, JSON-ready
     python: str | None = None  # interpreter (3.9 or newer); None: this one
     env: Mapping[str, str] = field(default_factory=dict)  # additional environment variables
@@ -79,12 +82,12 @@ class PoolLimits:
     close_s: float = 5.0
     lease_s: float = 600.0  # wait of a lease for a free worker
     beat_s: float = 1.0  # interval of heartbeats while a call runs
-    unresponsive_s: float = 30.0  # without a heartbeat: stopped (C calls may hold the interpreter's lock for long)
+    unresponsive_s: float = 30.0  # without a heartbeat: killed (C calls may hold the interpreter's lock for long)
     restarts: int = 100
 
 
 class NotInstalled(Exception):
-    """A part that is not installed (no fault for an optional one)."""
+    """A part is not installed; for an optional part this is no error."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class Probe:
     """A check of one part of the installation, for `memcompiler doctor`. Picklable."""
 
     name: str
-    # A module-level function (or a partial of one) that returns a detail; it raises `Missing` where the part is not
-    # installed, another exception where it is broken.
+    # A module-level function (or a partial of one) that returns a detail; it raises `NotInstalled` if the part is not
+    # installed, another exception if it is broken.
     run: Callable[[], str]
     fix: str = ""  # shell command to run in the repository
     core: bool = True
@@ -101,14 +104,14 @@ class Probe:
 
 
 def installed_version(module: str, distribution: str | None = None) -> str:
-    """Return the distribution's version without importing it (deepspeed's import takes seconds), or raise `Missing`."""
+    """Return the distribution's version without importing it. Raises: NotInstalled."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise NotInstalled("not installed")
     return importlib.metadata.version(distribution or module)
 
 
 def package_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed ones among these distributions."""
+    """Return the versions of those distributions that are installed."""
     versions = {}
     for name in dict.fromkeys(distributions):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -117,7 +120,7 @@ def package_versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def imported_version(module: str, distribution: str | None = None) -> str:
-    """Import a module, and return its distribution's version."""
+    """Import a module and return its distribution's version."""
     version = installed_version(module, distribution)
     importlib.import_module(module)
     return version
@@ -139,7 +142,7 @@ def _files(module: str) -> list[Path]:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the command that installs the locked packages, with those of an extra, by the uv that `make` uses."""
+    """Return the command that installs the locked packages, including an extra's, with the uv that `make` uses."""
     uv = "uv" if shutil.which("uv") else ".uv/bin/uv"
     return f"{uv} sync --inexact" + (f" --extra {extra}" if extra else "")
 
@@ -164,10 +167,10 @@ class EnvSpec:
     settings: type[EnvSettings]
     construct: Callable[[Any], WorkerSpec]  # factory and arguments, for this process or a worker
     splits: Callable[[Any], Splits]
-    workers: Callable[[Any], int] = lambda _: 0  # default number of workers; 0 where steps are quick
+    workers: Callable[[Any], int] = lambda _: 0  # default number of workers; 0: this process, for quick steps
     limits: PoolLimits | None = None  # of its workers; None: the pool's defaults
     expert: bool = True  # False: no expert to fill banks; endpoints teach instead
-    # Lists a split's tasks without starting the environment; None where only the environment can.
+    # Lists a split's tasks without starting the environment; returns None if only the environment can list them.
     list_tasks: Callable[[Any, str], list[Task] | None] = lambda settings, split: None
     isolation: Mapping[str, Rule] = field(default_factory=dict)  # of every task; other dimensions must be disjoint
     packages: tuple[str, ...] = ()  # results record their versions
@@ -175,16 +178,13 @@ class EnvSpec:
     extra: str = ""  # the extra of pyproject.toml that installs it
     probes: Callable[[], Sequence[Probe]] = tuple  # default fix of a probe: install the extra
     refusals: tuple[str, ...] = ()  # prefixes of answers that refuse an action
-    # Instructions of executors: the agent, the forms of its commands, and to answer with exactly one.
-    instructions: str = INSTRUCTIONS
-    # Whether the admissible commands are listed below, as for a scene's skills, whose names cannot be guessed.
-    # (Default: where `instructions` names none.)
-    lists_commands: bool | None = None
-    # Instructions of compilers beside the emission language: the agent, its memory, what to say and to note.
+    instructions: str = INSTRUCTIONS  # of executors: the agent, and the forms of its commands
+    lists_commands: bool | None = None  # list the admissible commands below; None: only below the default instructions
+    # Instructions of compilers, besides the emission language: the agent, its memory, and what to say and note.
     compiler_instructions: str = ""
-    # Indices of the steps whose views a memory entry stores, from an episode's commands, the most informative first.
+    # Selects the steps whose views a memory entry stores, from an episode's commands; the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
-    reader: CommandReader = field(default_factory=CommandReader)  # reads its commands, for teachers
+    reader: CommandReader = field(default_factory=CommandReader)  # parses its commands, for teachers
 
     @property
     def executor_instructions(self) -> ExecutorInstructions:

@@ -2,21 +2,20 @@
 
     PYTHON envs/worker.py --factory module:Class --arguments '{"seed": 0}' --socket FD
 
-`envs.pool` starts it. Only the standard library is imported here, and Python 3.9 is enough, so
-that a simulator pinned to an old interpreter can be hosted there. The hosted object is an environment
-(`envs.base.Environment`) or, where `envs.base` cannot be imported or its attribute `plain` is true, a plain object:
+`envs.pool` starts it. It imports the standard library only and runs on Python 3.9, for simulators that need an old
+interpreter. The hosted object is an `envs.base.Environment` or, if its attribute `plain` is true or `envs.base` is not
+imported, a plain object:
 
     tasks(split) -> dicts with the fields of `envs.base.Task`
     reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None}
-    sequences(split) -> dicts with the fields of `envs.base.TaskSequence`, and proceed(task dict) -> as reset, if it can
+    sequences(split) -> dicts with the fields of `envs.base.TaskSequence`, and proceed(task dict) -> as reset; optional
     step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool,
                      "truncated": bool}
-    expert() -> list or None, and close(), if it has them
+    expert() -> list or None, and close(); optional
 
-Frames on the socket, in both directions: the mark, the length of a JSON object, the object, and the blobs (PNG
-pictures) whose lengths the object lists. A request is {"call": name, ...}, its answer {"ok": value} or {"error":
-{"type", "message"}}; the first answer reports the start. During a call {"beat": true} comes every few moments, which
-tells a slow worker from a stopped one.
+A frame on the socket is the mark, the length of a JSON object, the object, and the blobs (PNG pictures) whose lengths
+the object lists. A request is {"call": name, ...}, its answer {"ok": value} or {"error": {"type", "message"}}; the
+first answer reports the start. During a call the worker sends heartbeats, {"beat": true}.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class FrameError(RuntimeError):
 
 
 class Channel:
-    """Frames over a socket, for both ends. Not thread-safe: each end has one reader and guards its writers."""
+    """One end of a socket that sends and receives frames. Not thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, bytearray()
@@ -61,7 +60,9 @@ class Channel:
     def send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
         """Send one frame before `until` (`time.monotonic` seconds).
 
-        FrameError for a frame over the limit (nothing is sent), OSError for a time-out or a closed connection.
+        Raises:
+            FrameError: the frame is over the limit; nothing is sent.
+            OSError: a time-out, or the connection is closed.
         """
         body = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
         _check_size(len(body) + sum(map(len, blobs)))
@@ -69,9 +70,12 @@ class Channel:
         self._sock.sendall(b"".join([HEAD.pack(MARK, len(body)), body, *blobs]))
 
     def receive(self, until: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """Wait for the next frame, whole before the moment `until`.
+        """Receive the next frame, completely before `until`.
 
-        EOFError where the other end is gone, FrameError for what is no frame or over the limit, OSError for a time-out.
+        Raises:
+            EOFError: the other end is closed.
+            FrameError: the bytes are no frame, or over the limit.
+            OSError: a time-out.
         """
         mark, length = HEAD.unpack(self._read(HEAD.size, until))
         if mark != MARK:
@@ -82,7 +86,7 @@ class Channel:
             sizes = [int(size) for size in header.pop("blobs")]
             assert min(sizes, default=0) >= 0
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-            raise FrameError(f"a frame's head is not as agreed: {error!r}") from error
+            raise FrameError(f"a frame has an invalid header: {error!r}") from error
         _check_size(length + sum(sizes))
         return header, [self._read(size, until) for size in sizes]
 
@@ -104,11 +108,11 @@ class Channel:
 
 def _check_size(size: int) -> None:
     if size > FRAME_LIMIT:
-        raise FrameError(f"a frame of {size} bytes is over the limit of {FRAME_LIMIT}: send less at once")
+        raise FrameError(f"a frame of {size} bytes is over the limit of {FRAME_LIMIT}: send less at a time")
 
 
 def field(record: Any, name: str, *default: Any) -> Any:
-    """Return a dict's item or a record's attribute; without a default it must exist."""
+    """Return a dict's item or a record's attribute; without a default, it must exist."""
     if isinstance(record, Mapping):
         return record.get(name, *default) if default else record[name]
     return getattr(record, name, *default)
@@ -127,7 +131,7 @@ def plan_to_json(plan: Any) -> dict[str, Any]:
 
 
 def png(image: Any) -> bytes:
-    """Encode a picture as PNG, unless it is one."""
+    """Encode a picture as PNG; return PNG bytes unchanged."""
     if isinstance(image, (bytes, bytearray)):
         if not image.startswith(PNG_MARK):
             raise TypeError("image bytes must be PNG")
@@ -140,7 +144,7 @@ def png(image: Any) -> bytes:
 
 
 class HostedEnvironment:
-    """The hosted object, with answers as JSON and pictures."""
+    """Wrapper of the hosted object that returns JSON values and PNG pictures."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.plain = inner, getattr(inner, "plain", "envs.base" not in sys.modules)
@@ -177,7 +181,7 @@ class HostedEnvironment:
         return task_from_json(task)
 
     def _living(self) -> Any:
-        """Return the hosted object if its worlds persist across tasks."""
+        """Return the hosted object. Raises: RuntimeError, if its worlds do not persist across tasks."""
         if not callable(getattr(self.inner, "proceed", None)):
             raise RuntimeError(f"{type(self.inner).__name__} starts every task in a new world")
         return self.inner
@@ -210,14 +214,14 @@ class HostedEnvironment:
 
 
 class CallServer:
-    """The worker's end of the channel: answers calls, and sends heartbeats during a call."""
+    """The worker's end of the channel, which answers calls and sends heartbeats during a call."""
 
     def __init__(self, channel: Channel, beat_s: float) -> None:
         self._channel, self._beat_s, self._lock, self._busy = channel, beat_s, threading.Lock(), False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def answer(self, call: Callable[[], Value]) -> bool:
-        """Run a call and send its result. An exception is sent as an error, and False returned."""
+        """Run a call and send its result, or its exception as an error; return whether it succeeded."""
         self._busy = True
         try:
             value, blobs = call()
@@ -254,12 +258,10 @@ def end_group() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill the whole group when the parent is gone, however it ended.
+    """Let the kernel kill this process group when the parent ends (Linux; elsewhere it ends when the socket closes).
 
-    Standard input is a pipe that the parent holds open and never writes to. Its end raises a signal that the kernel
-    sends (Linux); a group that is stopped or holds the interpreter's lock dies too. (PR_SET_PDEATHSIG would spare the
-    grandchildren, and fire when the thread that started this process ends.) Elsewhere the socket and the parent's id
-    serve.
+    Standard input is a pipe that the parent holds open; when it closes, the kernel sends SIGKILL, even to a group that
+    is stopped or holds the interpreter's lock. PR_SET_PDEATHSIG would not reach child processes.
     """
     import fcntl
 
@@ -295,7 +297,7 @@ def main() -> int:
     parser.add_argument("--factory", required=True, help="module:Class")
     parser.add_argument("--arguments", default="{}", help="keyword arguments as a JSON object")
     parser.add_argument("--socket", type=int, required=True, help="inherited file descriptor of the pool's socket")
-    parser.add_argument("--beat", type=float, default=1.0, help="seconds between signs of life while a call runs")
+    parser.add_argument("--beat", type=float, default=1.0, help="seconds between heartbeats during a call")
     options = parser.parse_args()
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # no top-level modules here

@@ -1,4 +1,4 @@
-"""The parent's side of one worker process: start, call, report failures, end. Use `envs.pool` instead."""
+"""The parent's side of one worker process: start it, call it, report its failures, end it. `envs.pool` uses it."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class WorkerFailure(EnvironmentFailure):
-    """A worker failed and was killed. `name`: start | timeout | died | silent | garbled | abandoned | faulty."""
+    """A worker failed and must be killed. `name`: start, timeout, died, silent, garbled, abandoned or faulty."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class WorkerFailure(EnvironmentFailure):
 
 
 class HostedError(EnvironmentFailure):
-    """The hosted environment raised, and its worker is still usable. `type`: name of the exception there."""
+    """The hosted environment raised an exception of this `type`; its worker is still usable."""
 
     def __init__(self, type: str, call: str, message: str) -> None:
         super().__init__(message if type == "EnvironmentFailure" else f"{type} in {call}: {message}")
@@ -38,12 +38,12 @@ class HostedError(EnvironmentFailure):
 
 
 class Worker:
-    """One worker process, which serves one call at a time; WorkerFailure if the interpreter does not start."""
+    """One worker process, which serves one call at a time. Raises: WorkerFailure, if the interpreter does not start."""
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
         self.limits = limits
         self.name: str | None = None  # of the environment, once it is built
-        self.mid_call = True  # also after an interrupted call, whose answer would be read by the next
+        self.mid_call = True  # stays true after an interrupted call, whose answer the next call would read
         self.strikes = 0  # errors of the hosted environment since its last successful step
         ours, theirs = socket.socketpair()
         command = [
@@ -59,7 +59,7 @@ class Worker:
             str(limits.beat_s),
         ]
         try:
-            # Any thread may start a worker, and its end must not end the worker: hence the lifeline.
+            # A lifeline, since the end of the thread that starts a worker must not end the worker.
             self.child = ChildProcess(
                 command,
                 name="worker",
@@ -77,8 +77,7 @@ class Worker:
         self._sock, self._channel = ours, Channel(ours)
 
     def hello(self) -> None:
-        """Wait until the environment is built. Raises WorkerFailure: "start" if the factory raised; otherwise as
-        `call`."""
+        """Wait until the environment is built. Raises: WorkerFailure, named "start" if the factory raised."""
         try:
             self.name = str(self._answer("start", time.monotonic() + self.limits.start_s)[0]["name"])
         except HostedError as error:
@@ -87,7 +86,9 @@ class Worker:
     def call(self, name: str, decode: Callable[[Any, list[bytes]], T], **arguments: Any) -> T:
         """Make one call and decode its answer.
 
-        HostedError where the environment raised; WorkerFailure where the worker must be ended.
+        Raises:
+            HostedError: the environment raised.
+            WorkerFailure: the worker must be ended.
         """
         limit_s = getattr(self.limits, f"{name}_s")
         deadline = time.monotonic() + limit_s
@@ -98,14 +99,14 @@ class Worker:
             self.mid_call = False
             raise HostedError(type(error).__name__, name, f"the request cannot be sent: {error}") from error
         except TimeoutError as error:
-            raise self._failure("silent", f"takes no request for {limit_s:g} s", name) from error
+            raise self._failure("silent", f"accepted no request for {limit_s:g} s", name) from error
         except OSError as error:
             raise self._failure("died", f"died ({self._exit()})", name) from error
         value, blobs = self._answer(name, deadline)
         try:
             return decode(value, blobs)
         except Exception as error:  # any content may come from a broken worker
-            what = f"sent an answer that is not as agreed ({error!r})"
+            what = f"sent an invalid answer ({error!r})"
             raise self._failure("garbled", what, name) from error
 
     def _answer(self, name: str, deadline: float) -> tuple[Any, list[bytes]]:
@@ -118,14 +119,14 @@ class Worker:
                 header, blobs = self._channel.receive(min(deadline, silence))
             except TimeoutError as error:
                 if time.monotonic() < deadline:
-                    what = f"gave no sign of life for {self.limits.unresponsive_s:g} s"
+                    what = f"sent no heartbeat for {self.limits.unresponsive_s:g} s"
                     raise self._failure("silent", what, name) from error
                 what, advice = f"timed out after {getattr(self.limits, f'{name}_s'):g} s", f"raise PoolLimits.{name}_s"
                 raise self._failure("timeout", what, name, f"{advice} if it is only slow") from error
             except (EOFError, OSError) as error:
                 raise self._failure("died", f"died ({self._exit()})", name) from error
             except FrameError as error:
-                raise self._failure("garbled", f"sent garbage ({error})", name) from error
+                raise self._failure("garbled", f"sent an invalid frame ({error})", name) from error
             heard = True
         self.mid_call = False
         if "error" in header:
@@ -133,7 +134,7 @@ class Worker:
         return header.get("ok"), blobs
 
     def ask_to_close(self) -> None:
-        """Ask an idle environment to clean up and exit, without waiting."""
+        """Request an idle environment to clean up and exit, without waiting for it."""
         try:
             if not self.mid_call:
                 self._channel.send({"call": "close"}, until=time.monotonic() + 0.1)
@@ -143,18 +144,18 @@ class Worker:
         self.child.terminate()
 
     def hang_up(self) -> None:
-        """Close the channel; a thread waiting for an answer wakes up."""
+        """Close the channel, which wakes a thread that waits for an answer."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _failure(self, name: str, what: str, call: str = "", advice: str = "") -> WorkerFailure:
         where = f" in {call}" if call else ""
-        said = f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}"
-        return WorkerFailure(name, said + self.child.output_suffix())
+        message = f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}"
+        return WorkerFailure(name, message + self.child.output_suffix())
 
     def _exit(self) -> str:
-        """Describe how the process ended. Its socket closes slightly earlier."""
+        """Wait for the process, whose socket closes slightly earlier, and describe how it ended."""
         self.child.wait(3.0)
         return "ended by the pool" if self.child.reaped else self.child.ending or "closed its socket"
 
@@ -169,7 +170,7 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 
 
 def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
-    """End workers together: a close request for `patience_s`, then SIGTERM, then SIGKILL for their process groups."""
+    """End workers in parallel: request them to close, after `patience_s` send SIGTERM, then SIGKILL their groups."""
     everyone = list(workers)
     children = [worker.child for worker in everyone]
     if patience_s:

@@ -42,14 +42,19 @@ _PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", 
 class RaySettings(Settings):
     """Workers with `cluster: ray`; ignored with `local`."""
 
-    workers: int | None = Field(default=None, ge=1)  # most workers at a time; null: as many as the resources allow
-    # Episodes that a worker receives at a time and plays side by side: the batch size, whatever the number of workers.
-    # Null: 8 for the expert, `concurrency` for an evaluation.
+    workers: int | None = Field(default=None, ge=1)
+    """Maximum number of workers at a time; null: as many as the resources allow."""
     batch_size: int | None = Field(default=None, ge=1)
-    cpus: float = Field(default=1.0, ge=0)  # per worker, which holds models and environments
-    gpus: float = Field(default=0.0, ge=0)  # per worker; a fraction shares one
-    retries: int = Field(default=3, ge=0)  # of items whose worker was lost
-    unresponsive_s: float = Field(default=3600.0, gt=0)  # a worker without output for so long counts as lost
+    """Episodes that a worker receives at a time and plays side by side; null: 8 for `collect`, `concurrency` for an
+    evaluation."""
+    cpus: float = Field(default=1.0, ge=0)
+    """CPUs per worker, which holds models and environments."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs per worker; a fraction shares one."""
+    retries: int = Field(default=3, ge=0)
+    """Retries of items whose worker was lost."""
+    unresponsive_s: float = Field(default=3600.0, gt=0)
+    """Seconds without output after which a worker counts as lost."""
 
 
 # Settings that may differ on resume: they say where episodes are played, not which.

@@ -1,12 +1,9 @@
-"""Synthetic documents on which a small model's look-up circuit forms before it sees real prompts.
+"""Text curriculum: synthetic documents that teach a small model to look things up before it sees real prompts.
 
-A model of a million parameters does not learn look-up from household text alone: the signal is too sparse. Five kinds
-of documents give a dense one, in this order: repeated random segments (copying), key-value recall, facts in ever more
-words, memory documents in which only scene and object together decide the place, and goals. (Straight from recall to
-memory documents the model stayed at chance.) Goals ask for the place, or that none is known, directly behind a goal: a
-model that only ever continued facts does not know in advance whether there is one. Every batch is `(tokens_BT,
-labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted. `ways` belongs to the executor's
-lessons of ALFWorld, whose places are searched.
+A model of a million parameters does not learn look-up from household text, whose signal is too sparse. The curriculum
+has five kinds of documents, in order: repeated random segments, key-value recall, facts in ever more words, memory
+documents where scene and object together determine the place, and goals, whose answer may be that no place is known.
+Labels are not shifted, and -100 where nothing is to be predicted. `ways` is for the executor of ALFWorld.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 Batch = dict[str, Tensor]
-ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # before an answer
+ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # precedes an answer
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3
-"""For `ways`: places in a first view, actions of an entry, actions in `did:`, and places of one thing in memory."""
-PROPOSED = 0.9  # share of ways to a known place, where one is known
-NOTHING = "nothing"  # the answer where no entry names a place, no picture marks one, or no place is left
+"""Maxima of `ways`: places in a first view, actions of an entry, actions in `did:`, and places of a thing in memory."""
+PROPOSED = 0.9  # share of ways to a known place, if there is one
+NOTHING = "nothing"  # the answer if no entry names a place, no picture marks one, or no place is left
 Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
 
@@ -42,12 +39,12 @@ FORMS = (
     " in {scene} the {thing} was in",
     "\nbecause in {scene} the {thing} was in",
 )
-"""Forms of a fact, before its place: with ever more words between the two keys and the place."""
+"""Forms of a fact before its place, with ever more words between the keys and the place."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids by role. `words` is everything except bytes and special tokens."""
+    """Tokens by role; `words` has the ids of all tokens except bytes and special ones."""
 
     words: np.ndarray
     scenes: Sequence[str]
@@ -62,7 +59,7 @@ class Vocabulary:
 
 
 def repeated_segments(vocabulary: Vocabulary, rng: np.random.Generator, batch: int) -> tuple[Tensor, Tensor]:
-    """Draw random segments of 8 to 32 tokens, each repeated once; the second copy is labelled."""
+    """Draw random segments of 8 to 32 tokens, each twice; labels are on the second copy."""
     length = int(rng.integers(8, 33))
     segment = rng.choice(vocabulary.words, (batch, length))
     tokens = np.concatenate([segment, segment], 1)
@@ -72,7 +69,7 @@ def repeated_segments(vocabulary: Vocabulary, rng: np.random.Generator, batch: i
 def key_value(
     vocabulary: Vocabulary, rng: np.random.Generator, batch: int, pairs: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw 4 to 16 key-value pairs, then the same pairs in another order; keys are distinct within a row."""
+    """Draw 4 to 16 key-value pairs, then the same pairs in another order; a row's keys are distinct."""
     n = pairs or int(rng.integers(4, 17))
     keys = np.stack([rng.choice(vocabulary.words, n, replace=False) for _ in range(batch)])
     values = rng.choice(vocabulary.words, (batch, n))
@@ -80,12 +77,12 @@ def key_value(
     again = np.stack([np.take_along_axis(keys, order, 1), np.take_along_axis(values, order, 1)], 2)
     tokens = np.concatenate([np.stack([keys, values], 2).reshape(batch, -1), again.reshape(batch, -1)], 1)
     ids, labels = _with_labels(tokens, 2 * n)
-    labels[:, 2 * n :: 2] = IGNORE  # the order of the keys cannot be known
+    labels[:, 2 * n :: 2] = IGNORE  # the order of the keys is random
     return ids, labels
 
 
 def fact_list(vocabulary: Vocabulary, rng: random.Random, entries: int, form: int) -> tuple[str, list[tuple[str, str]]]:
-    """Draw bare facts in one of `FORMS`; return their text and the queries (text, place) on them."""
+    """Draw facts in one of `FORMS`; return their text and queries (text, place) on them."""
     keys = _twins(vocabulary, rng, entries)
     facts = [(FORMS[form].format(scene=s, thing=t), rng.choice(vocabulary.places)) for s, t in keys]
     return "".join(f"{query} {place}" for query, place in facts), facts
@@ -94,8 +91,7 @@ def fact_list(vocabulary: Vocabulary, rng: random.Random, entries: int, form: in
 def memory_document(
     vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Draw `entries` memory entries, with up to `filler` random actions each; return their text and the queries (text,
-    place) on them."""
+    """Draw memory entries with up to `filler` random actions each; return their text and queries (text, place)."""
     places = {pair: rng.choice(vocabulary.places) for pair in _twins(vocabulary, rng, entries)}
     return _memory(vocabulary, rng, places.items(), filler), _queries(places)
 
@@ -103,9 +99,10 @@ def memory_document(
 def goal_document(
     vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Draw memory entries; return their text and, beside their queries, goals whose answer is the object's place or
-    "nothing" (equally many of both). A plan, notes and up to `filler` things seen stand between goal and question, as
-    in a compiler's prompt."""
+    """Draw memory entries; return their text and queries, and queries after goals, half of which have no known place.
+
+    As in a compiler's prompt, a plan, notes and up to `filler` seen things separate goal and question.
+    """
     few = entries // 2 + 2
     pairs = list(product(rng.sample(vocabulary.scenes, few), rng.sample(vocabulary.objects, few)))
     asked = rng.sample(pairs, min(2 * entries, len(pairs)))
@@ -142,7 +139,7 @@ def _goal(vocabulary: Vocabulary, rng: random.Random, scene: str, thing: str) ->
 
 
 def _state(vocabulary: Vocabulary, rng: random.Random, thing: str, longest: int) -> str:
-    """Write what follows a goal: a Brief State, an observation of up to `longest` things, and the question."""
+    """Write the text after a goal: a Brief State, an observation of up to `longest` things, and the question."""
     lines = []
     if longest and rng.random() < 0.5:
         lines += [f"now: find {thing}", f"next: put {thing} in {rng.choice(vocabulary.goals)}"]
@@ -160,7 +157,7 @@ def _question(rng: random.Random, name: str) -> str:
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
-    """Draw (scene, object) of every entry, in twins that share one of the two, so that neither key alone decides."""
+    """Draw (scene, object) of every entry, in pairs that share one of the two, so that neither determines the place."""
     scenes, objects = rng.sample(vocabulary.scenes, entries), rng.sample(vocabulary.objects, entries)
     for k in range(0, entries - 1, 2):
         shared = objects if rng.random() < 0.5 else scenes
@@ -181,11 +178,11 @@ DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_doc
 
 
 def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int) -> dict[str, Tensor]:
-    """Draw prompts that end with the goal, each answered by a way ("go to PLACE").
+    """Draw prompts that end with the goal, each with a way ("go to PLACE") as answer.
 
-    Memory and first view alone propose the way: at the rate `PROPOSED` to a place that memory names for the goal's
-    thing in its scene, otherwise to the next place of the first view. At its end a way is refused if the place was
-    visited. Each prompt comes a second time with a way of which only that end is labelled.
+    Memory and first view propose the way: in a share `PROPOSED` of the cases to a place that memory names, otherwise to
+    the next place of the first view. A refusal ends the way to a visited place. Each prompt appears twice, the second
+    time with labels on the end only.
     """
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     end, (refused,) = tokenizer.eos_token_id, tokenize(REFUSED)
@@ -202,8 +199,7 @@ def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int)
 
 
 def _known_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str], str, list[str]]:
-    """Draw a prompt with memory; return it, the places named by memory, the next place of the first view, and the
-    visited ones."""
+    """Draw a prompt with memory; return it, the places that memory names, the next place and the visited places."""
     keys = _twins(vocabulary, rng, rng.choice(ENTRIES))
     places = rng.sample(vocabulary.places, len(keys) + MOST_BEEN)
     pair = rng.choice(keys)
@@ -223,7 +219,7 @@ def _known_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[st
 
 
 def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str], str, list[str]]:
-    """Draw a prompt without memory; return as `_known_way`."""
+    """Draw a prompt without memory; return the same as `_known_way`."""
     rooms = rng.sample(vocabulary.places, rng.randint(2, MOST_ROOMS))
     at = rng.randrange(len(rooms) - 1)
     been = rooms[max(0, at - rng.randint(0, MOST_GONE)) : at + 1]
@@ -243,7 +239,7 @@ def _view(
 def look_ups(
     tokenizer: Any, rng: random.Random, batch: int, document: Callable[[], tuple[str, list[tuple[str, str]]]]
 ) -> tuple[Tensor, Tensor]:
-    """Batch documents, each followed by its queries in random order; only places are labelled."""
+    """Batch documents with their queries in random order; labels are on places only."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
@@ -261,7 +257,7 @@ def look_ups(
 def document_batch(
     vocabulary: Vocabulary, tokenizer: Any, levels: Sequence[Level], batch: int, rng: random.Random
 ) -> dict[str, Tensor]:
-    """Draw a batch of one level's documents, to mix with other lessons."""
+    """Draw a batch of one random level's documents."""
     level = rng.choice(levels)
     make = partial(DOCUMENTS[level.kind], vocabulary, rng, rng.choice(ENTRIES), level.difficulty)
     tokens, labels = look_ups(tokenizer, rng, batch, make)
@@ -283,7 +279,7 @@ def _with_labels(tokens: np.ndarray, known: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of documents, its difficulty, and the accuracy at which the next level begins."""
+    """A kind of documents, its difficulty, and the accuracy above which the next level begins."""
 
     kind: Kind
     difficulty: int  # index of the fact's form, or filler actions per entry
@@ -303,27 +299,27 @@ LEVELS = (
 
 
 class TextCurriculum(TrainerCallback):
-    """Batches of the text curriculum, and the callback that raises the level when an exam is passed. A batch depends on
-    seed, step and the exams passed, which the trainer's log records: a resumed run continues identically."""
+    """Batches of the text curriculum, and the callback that raises the level when the model passes an exam. A resumed
+    run continues identically, since the trainer's log records the exams."""
 
     def __init__(self, tokenizer: Any, lexicon: Lexicon, seed: int, levels: Sequence[Level] = LEVELS) -> None:
         self.tokenizer, self.seed, self.levels = tokenizer, seed, levels
         self.vocabulary = Vocabulary.of(tokenizer, lexicon)
-        self.passed: list[int] = []  # steps after which exams were passed
+        self.passed: list[int] = []  # steps at which exams were passed
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Draw documents of the level, or of earlier kinds: half during recall, a fifth from facts on."""
+        """Draw documents of the level or of earlier kinds (half during recall, then a fifth)."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader prefetches one batch
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
         if share < {"copy": 1.0, "recall": 0.5}.get(level.kind, 0.1):
             level = LEVELS[0]
-        elif share < 0.2:  # reached from facts on only
+        elif share < 0.2:  # only after recall
             level = LEVELS[1]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
-        """Draw the level's exam: 64 rows, fixed until it is passed."""
+        """Draw the level's exam: 64 rows, the same until the model passes it."""
         n, level = len(self.passed), self.levels[min(len(self.passed), len(self.levels) - 1)]
         return self._drawn(
             level,
@@ -368,9 +364,9 @@ class TextCurriculum(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self.done
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Raise RuntimeError where a level was not passed, so that the stage is not taken for finished."""
+        """Raise RuntimeError if a level was not passed, so that the stage does not count as finished."""
         if not self.done:
-            raise RuntimeError("the curriculum did not get through its levels: look at the log, or try another seed")
+            raise RuntimeError("the model did not pass all levels of the curriculum: read the log, or try another seed")
 
     def _read(self, row: dict[str, float]) -> None:
         if "eval_accuracy" in row and not self.done and row["eval_accuracy"] > self.levels[len(self.passed)].until:

@@ -1,4 +1,4 @@
-"""Gates of the shipped models: pass rates with intervals and thresholds, and a compiler base that answers questions."""
+"""Gates of the shipped models: success rates with intervals and thresholds, and a compiler base for questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.lessons import question_prompt
 
 
 class QuestionAnswerer(MemoryCompiler):
-    """A compiler base that answers a question behind its prompt."""
+    """A compiler base that answers a question after its prompt."""
 
     def __init__(self, backbone: Backbone, question: Callable[[CompileRequest], str], max_new_tokens: int) -> None:
         projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # required, and unused here
@@ -28,7 +28,7 @@ class QuestionAnswerer(MemoryCompiler):
 
 @dataclass(frozen=True)
 class GateResult:
-    """The number of correct cases of `n`; without a threshold it is only reported."""
+    """The number of right cases of `n`; a gate without a threshold is only reported."""
 
     name: str
     right: int
@@ -54,12 +54,14 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether the rate reaches the threshold; without any case it does not."""
+        """Return whether the rate reaches the threshold; False without cases."""
         return self.threshold is None or (self.n > 0 and self.value >= self.threshold)
 
     def __str__(self) -> str:
         verdict = (
-            "" if self.threshold is None else f", asked {self.threshold:.0%}: {'passed' if self.passed else 'FAILED'}"
+            ""
+            if self.threshold is None
+            else f", required {self.threshold:.0%}: {'passed' if self.passed else 'FAILED'}"
         )
         if not self.n:
             return f"{self.name}: no cases{verdict}"

@@ -1,33 +1,30 @@
-"""Initialise a decoder so that it copies and looks up before training: some attention heads are set by hand.
+"""Induction initialisation: set attention heads of a decoder by hand, so that it copies and looks up before training.
 
-A model of a few million parameters needs hundreds to thousands of steps until copying and look-up by two keys form, one
-circuit at a time. The circuits are known, so they are built in (after mimetic initialisation, Trockman and Kolter 2023;
-induction heads, Olsson et al. 2022):
+Small models need hundreds to thousands of steps until these circuits form (after mimetic initialisation, Trockman and
+Kolter 2023; induction heads, Olsson et al. 2022):
 
     layer 0   heads that attend one to four tokens back and write those tokens into separate blocks of the residual
         stream
     layer 1   induction heads: find earlier tokens with the same predecessors and copy what followed
-    layer 2   the same on what layer 1 gathered
-    the rest  initialised to add nothing: free heads and feed-forward layers; free heads of the first layers attend
-              evenly to the last few tokens
+    layer 2   induction heads on the output of layer 1
+    the rest  free heads and feed-forward layers, which add nothing; free heads of the first layers attend evenly to the
+              last few tokens
 
-Where the goal ends the prompt (`executor.goal_last`), a model gathers what the goal names instead:
+If the goal ends the prompt (`executor.goal_last`), a model gathers the things that the goal names instead:
 
     layer 0   heads that attend one, two and four tokens back; heads that gather the last scene and thing (the goal's),
-              the last place (the agent's), the kind of place that the goal names and the one where it wants something
-              treated; the last of did, take, "using the" and move (whether something is in hand, and treated); and
-              whether commands are the agent's own or memory's
+              the last place (the agent's), the goal's kinds of place for delivery and treatment, the last of did, take,
+              "using the" and move (the state of the hand), and the owner of commands, agent or memory
     layer 1   look-up of the goal's thing in its scene ("in FloorPlan3 the mug was in"); the next place of a list; the
-              number of the goal's thing in view; "take" where that is in view and the hand is empty; places of the
-              goal's kind and places of treatment for what is in hand; suppression of the agent's own place; the goal's
-              thing after a verb; and whether a command's place was visited already. A look-up head that finds nothing
-              attends to the prompt's first token, which holds nothing, so that it copies nothing.
+              number of the goal's thing in view; "take" if it is in view and the hand is empty; places of delivery and
+              treatment for the held thing; suppression of the agent's place; the goal's thing after a verb; whether a
+              command's place was visited. A look-up head that finds nothing attends to the prompt's first token, the
+              sink, whose copy is empty.
 
-Embeddings of a gathering model are first turned apart: among hundreds of random ones some are so alike that look-ups
-fail. An embedding uses the first `EMBEDDED` dimensions; the token k places back is written to the k-th block of `BACK`
-dimensions behind them. Content is compared in dimensions that rotary embedding hardly turns, positions in those that it
-turns fast. Everything is trained afterwards, nothing is frozen. Untrained, such a model answers 99 % of look-ups by
-scene and thing in documents of four entries (`tests/zoo/test_induction_init.py`).
+An embedding uses the first `EMBEDDED` dimensions; the token k places back is written to the k-th block of `BACK`
+dimensions after them. Heads compare content in dimensions that rotary embedding hardly turns, and positions in
+dimensions that it turns fast. Untrained, such a model answers 99 % of look-ups by scene and
+thing in documents of four entries (`tests/zoo/test_induction_init.py`).
 """
 
 from __future__ import annotations
@@ -50,24 +47,24 @@ FORWARD = {False: 3, True: 2}  # feed-forward width in hidden sizes, by whether 
 THETAS = {False: 1e8, True: 1e13}  # rotary base: with the second, half of a head's dimensions hardly turn in a prompt
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding and of a block; blocks of preceding tokens
 SCENE, THING, PLACE, SECTION, OWNER = 5, 6, 7, 8, 9  # blocks of gathered tokens; owner: whose commands these are
-SEEN = 22  # dimensions of a block that a gathering model uses, so that two of them fit into a head
+SEEN = 22  # dimensions of a block that a gathering model uses, so that a head can compare two blocks
 
-FAST, SLOW = 0.02, 1e-3  # radians per token: dimensions that tell neighbours apart, and that compare content
+FAST, SLOW = 0.02, 1e-3  # radians per token: dimensions that distinguish neighbours, and that compare content
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # attention logits by position, by content, and of free heads
 CHOSEN, NEAR = 8.0, 12.0  # logit of a gathered kind, and the loss of logit at the end of its span
-REACH, FALLING, LASTING, UNFOUND = 200, 0.3, 70.0, 28.0  # last token of a kind: reach in tokens; logits lost per token,
-# gained by the kind, and of the sink
+REACH, FALLING, LASTING, UNFOUND = 200, 0.3, 70.0, 28.0  # last token of a kind: reach in tokens; logit lost per token,
+# of the kind, and of the sink
 SPANS = (12, 40)  # tokens that free heads of the first layers attend to
 SMALL = 0.05  # scale of random weights left in a set head
 WRITTEN, COPIED, AIMED, TREATING, AWAY, NAMED, SPOKEN = 0.13, 0.5, 2.0, 4.0, 0.2, 1.5, 1.5  # output strengths
-FAINT, PLAIN = 1 / 3, 0.82  # gathered tokens are written fainter, so that norms do not depend on what was found; read
-# weights of a gathering model are scaled by PLAIN, since norms are larger
+FAINT = 1 / 3  # scale of gathered tokens, so that norms depend little on them
+PLAIN = 0.82  # scale of a gathering model's read weights, since its norms are larger
 GAIN, FOLLOWED = 1.5 / FAINT, 9.0  # logits of gathered content, and of a required word
-RESTING, FOUND = 40.0, 8.0  # logits to the sink of an inactive head, and kept from it by an active one
+RESTING, FOUND = 40.0, 8.0  # sink logit of an inactive head, and its reduction for an active one
 PREVIOUS, HELD, SHOWN = 5.9 / PLAIN, 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # normed size of the previous token, of a
 # gathered token, and of a kind
-SUNK, SINKING = 16.0 / PLAIN, 4.0  # the sink's kind, behind a norm and in its embedding
-PACE, EMBEDDING_PACE = 0.2, 0.02  # learning rates of set heads and of the embeddings they read, as parts of the rate
+SUNK, SINKING = 16.0 / PLAIN, 4.0  # value of the sink's kind after a norm, and in its embedding
+PACE, EMBEDDING_PACE = 0.2, 0.02  # factors of the learning rate for set heads and the embeddings that they read
 
 KINDS = {
     "numbers": -34,
@@ -89,26 +86,26 @@ TARGETS = {
     "goals": slice(-9 - 2 * CODE, -9 - CODE),
     "treatments": slice(EMBEDDED + 2 * BACK, EMBEDDED + 2 * BACK + CODE),  # block 3, which no gathering head writes
 }
-"""Where the shared code of the goal's word of a kind is gathered."""
+"""Dimensions that receive the shared code of the goal's word of a kind."""
 
 DID, TAKE, USING, MOVE, SEE = ("\ndid:", "did"), ("take",), ("using the",), ("move",), ("see", "\nsee:")
 HOLDING = (*TAKE, *USING)  # after these sections something is in hand
 ARTICLES = " a", ", a", ", and a"  # before an item of a list
-ANSWER = "assistant"  # the token before an answer's first
+ANSWER = "assistant"  # the token before an answer
 WORDS = {
     "sinks": ("<|im_start|>",),
     "sections": (*DID, *TAKE, *USING, *MOVE, SEE[0]),
-    "parts": (*DID, "because in"),  # commands of the agent, or of an entry of memory
+    "parts": (*DID, "because in"),  # before commands of the agent, or of a memory entry
     "verbs": (*TAKE, *MOVE, "heat", "cool", "clean"),
     "numbers": tuple(map(str, range(1, 10))),
 }
 """Words of kinds that the lexicon does not list."""
-SAME = ("did", "\ndid:"), ("see", "\nsee:")  # tokens of one word: they differ behind the blank line after memory
+SAME = ("did", "\ndid:"), ("see", "\nsee:")  # tokens of one word, which a blank line before it changes
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousToken:
-    """A head that attends to the token `back` places before and writes it into that block."""
+    """A head that attends to the token `back` positions before and writes it into block `back`."""
 
     back: int
 
@@ -120,7 +117,7 @@ class PreviousToken:
 
 @dataclass(frozen=True, slots=True)
 class Suppress:
-    """A head that attends to its own token and writes the negative of the place gathered there."""
+    """A head that attends to its own token and subtracts the place gathered there."""
 
     def write(self, head: _HeadWeights, context: _Context) -> None:
         head.attend_back(0)
@@ -133,10 +130,10 @@ class Suppress:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A head that attends to the last tokens of a kind, within about `span` tokens, and writes them into a block."""
+    """A head that attends to the last tokens of a kind and writes them into a block."""
 
     kind: str
-    span: int | None  # None: the last token of the kind, however far back
+    span: int | None  # approximate reach in tokens; None: the last token of the kind at any distance
     block: int
 
     def write(self, head: _HeadWeights, context: _Context) -> None:
@@ -150,8 +147,8 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class GoalPlace:
-    """One of two heads: without `only_after`, gather the code of the goal's last word of a kind; with it, attend to the
-    places of that code, where the last section begins with one of these words."""
+    """One of two heads: without `only_after`, gather the code of the goal's last word of a kind; with it, copy places
+    of that code if the last section begins with one of these words."""
 
     kind: str
     only_after: Sequence[str] = ()
@@ -174,20 +171,20 @@ class GoalPlace:
 
 @dataclass(frozen=True, slots=True)
 class Induction:
-    """A head that attends to positions where, for each pair (here, there), block `there` equals block `here` of this
-    position (block 0: the token itself), and copies the token at those positions."""
+    """A head that copies tokens whose block `there` equals this position's block `here`, for each pair (here, there);
+    block 0 is the token itself."""
 
     pairs: tuple[tuple[int, int], ...]
     required: Sequence[tuple[int, Sequence[str], float]] = ()  # (block, words, weight): the block holds one of them
     strength: float = COPIED  # of the copy
     sharpness: Sequence[float] = (1.0,) * BLOCKS  # weight of each pair's comparison
     threshold: float = 0.0  # attention logit below which the head attends to the sink; 0: no sink
-    penalty: float = 0.0  # added threshold where this token is no place or lacks a required word
-    rests_after: Sequence[str] = ()  # inactive where the last section begins with one of these
-    only_at: str = ""  # active at tokens of this kind alone
-    only_after: str = ""  # active directly after this word alone
+    penalty: float = 0.0  # added to the threshold if this token is no place or lacks a required word
+    rests_after: Sequence[str] = ()  # inactive if the last section begins with one of these
+    only_at: str = ""  # active only at tokens of this kind
+    only_after: str = ""  # active only directly after this word
     kind: str = ""  # attends to tokens of this kind
-    writes: str = ""  # word written instead of a copy, where a token of `kind` is found
+    writes: str = ""  # word to write instead of a copy, if a token of `kind` is found
 
     def write(self, head: _HeadWeights, context: _Context) -> None:
         shared, direction = context.shared, context.direction
@@ -215,7 +212,7 @@ Head = PreviousToken | Suppress | Gather | GoalPlace | Induction | None  # None:
 
 
 def head_layout(layers: int, gathers: bool = False) -> Sequence[Sequence[Head]]:
-    """List the heads of each layer."""
+    """Return the heads of each layer."""
     rows: list[list[Head]] = [[] for _ in range(layers)]
     if gathers:
         seen = [(2, ARTICLES, 2.0), (OWNER, DID, 1.0)]
@@ -271,7 +268,7 @@ def head_layout(layers: int, gathers: bool = False) -> Sequence[Sequence[Head]]:
 def build_induction_model(
     tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0, gathers: Lexicon | None = None
 ) -> LlamaForCausalLM:
-    """Build a Llama (with attention biases) of `layers` layers, at least three, that looks things up untrained.
+    """Build a Llama with attention biases and at least three layers that looks things up untrained.
 
     Args:
         gathers: lexicon of the scenes, things and places to gather, for prompts that end with the goal.
@@ -323,11 +320,10 @@ def build_induction_model(
 
 
 def learning_rate_scales(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return, by parameter name, the part of the learning rate for weights of layers with set heads.
+    """Return learning-rate factors of layers with set heads, by parameter name.
 
-    Set heads start about right, and Adam's first steps, equally long for every weight, would undo them. In a gathering
-    model, all that layer 1 compares stays fixed (layer 0, and layer 1's queries, keys and norm): its feed-forward part
-    drove attention logits from 40 to 115.
+    Adam's first steps, equally long for every weight, would undo set heads. In a gathering model layer 0, and layer 1's
+    queries, keys and norm are fixed, since training drove attention logits from 40 to 115.
     """
     scales = dict[str, Tensor]()
     gathers = model.config.num_attention_heads == GATHERING_HEADS
@@ -347,7 +343,7 @@ def learning_rate_scales(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The embeddings (V, hidden), the projection `shared` (BACK, EMBEDDED) of a token into a block, and the layer."""
+    """Embeddings (V, hidden), the projection `shared` (BACK, EMBEDDED) of a token into a block, and the layer."""
 
     tokenizer: PreTrainedTokenizerFast
     embeddings: Tensor
@@ -364,7 +360,7 @@ class _Context:
 
 
 class _HeadWeights:
-    """Views of one attention head's weights, with the operations that set them."""
+    """Views of an attention head's weights, and operations that set them."""
 
     def __init__(self, attention: Any, rows: slice, gathers: bool) -> None:
         self.gathers, self.scale = gathers, PLAIN if gathers else 1.0
@@ -375,19 +371,19 @@ class _HeadWeights:
         # Radians per token that rotary embedding turns each pair of dimensions.
         self.turns = THETAS[gathers] ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
         self.slow = (self.turns < SLOW).nonzero()[:, 0]
-        self.gate = int(self.slow[0])  # the dimension in which kinds and the sink are told apart
+        self.gate = int(self.slow[0])  # the dimension that distinguishes kinds and the sink
 
     # Where to attend -------------------------------------------------------------------------------------------
 
     def attend_back(self, back: int) -> None:
-        """Attend to the token `back` places before."""
+        """Attend to the token `back` positions before."""
         self._scale_down()
         fast = (self.turns > FAST).nonzero()[:, 0]
-        contrast = (1 - self.turns[fast].cos()).sum()  # logit that a neighbour loses, at amplitude 1
+        contrast = (1 - self.turns[fast].cos()).sum()  # logit lost by a neighbour at amplitude 1
         self._bias_towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(contrast)))
 
     def attend_kind(self, kind: str, logit: float, span: int | None = None) -> float:
-        """Attend to tokens of a kind, to nearer ones more within a span; return the amplitude."""
+        """Attend to tokens of a kind, within a span more to nearer ones; return the amplitude."""
         self._scale_down()
         self.q.zero_()
         self.k.zero_()
@@ -400,7 +396,7 @@ class _HeadWeights:
         return amplitude
 
     def attend_last(self, kind: str) -> None:
-        """Attend to the last token of a kind, or to the prompt's first token where there is none."""
+        """Attend to the last token of a kind, or to the sink if there is none."""
         kind_amplitude = self.attend_kind(kind, LASTING)
         (at,) = ((self.turns * REACH < 1.3) & (self.turns * REACH > 0.7)).nonzero()[:1, 0].tolist()
         # The logit is -sin(distance * turn), which falls evenly while that is small.
@@ -409,10 +405,10 @@ class _HeadWeights:
         self.k[self.gate, KINDS["sinks"]] += UNFOUND / LASTING * kind_amplitude / math.sqrt(self.k.shape[1])
 
     def compare(self, head: Induction, shared: Tensor, layer: int) -> None:
-        """Compare each pair of blocks in dimensions of its own, and copy the token found."""
+        """Compare each pair of blocks in separate dimensions, and copy the found token."""
         self._scale_down()
         dims = torch.cat([self.slow, self.slow + HEAD_DIM // 2])
-        if self.gathers:  # the other dimensions tell kinds and required words
+        if self.gathers:  # other dimensions compare kinds and required words
             dims = torch.cat([self.slow[1:], self.slow[1 : -max(len(head.required), 1)] + HEAD_DIM // 2])
         size = len(dims) // len(head.pairs)
         for n, (here, there) in enumerate(head.pairs):
@@ -425,14 +421,14 @@ class _HeadWeights:
         self.write_embedding(head.strength / layer)
 
     def require(self, n: int, block: int, shared: Tensor, word: Tensor, weight: float) -> None:
-        """Add the n-th requirement: the block holds a word of this direction (BACK,)."""
-        at = HEAD_DIM - n  # hardly turns; one dimension each, the others compare content
+        """Add the n-th requirement, that a block holds a word of this direction (BACK,)."""
+        at = HEAD_DIM - n  # one dimension, which hardly turns; others compare content
         self.q[at] = 0
         self.k[at] = self._gain(block) * word @ _reader(block, shared, self.k.shape[1])
         self.q_bias[at] = weight * FOLLOWED
 
     def free(self, span: int | None) -> None:
-        """Write nothing; with a span, attend evenly to about that many last tokens."""
+        """Write nothing, and with a span attend evenly to about that many last tokens."""
         self.o.zero_()
         if span is not None:
             some = ((self.turns > 0.05 / span) & (self.turns < 2.2 / span)).nonzero()[:, 0]
@@ -441,24 +437,24 @@ class _HeadWeights:
     # When to attend to the sink, the prompt's first token ------------------------------------------------------
 
     def sink(self, logit: float) -> None:
-        """Attend to the sink where no other logit exceeds this one."""
+        """Attend to the sink if no other logit exceeds this one."""
         self.q[self.gate], self.k[self.gate] = 0, 0
         self.k[self.gate, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
         self.q_bias[self.gate] = logit
 
     def sink_without_word(self, block: int, shared: Tensor, word: Tensor, logit: float) -> None:
-        """Raise the sink's logit where this token's block holds no word of this direction (BACK,)."""
+        """Raise the sink's logit if this token's block holds no word of this direction (BACK,)."""
         self.q_bias[self.gate] += logit
         size = HELD if block > BLOCKS else PREVIOUS
         self.q[self.gate] = -logit / size * word @ _reader(block, shared, self.q.shape[1])
 
     def sink_without_kind(self, kind: str, logit: float) -> None:
-        """Raise the sink's logit where this token is not of a kind."""
+        """Raise the sink's logit if this token is not of a kind."""
         self.q_bias[self.gate] += logit
         self.q[self.gate, KINDS[kind]] = -logit / SHOWN
 
     def rest(self, shared: Tensor, words: Sequence[Tensor], unless: bool = False) -> None:
-        """Attend to the sink where (or unless) the last section is a word of these orthogonal directions (BACK,)."""
+        """Attend to the sink if (or `unless`) the last section is a word of these orthogonal directions (BACK,)."""
         at = HEAD_DIM // 2 + self.gate
         self.q[at], self.k[at] = 0, 0
         self.k[at, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
@@ -470,7 +466,7 @@ class _HeadWeights:
     # What to write ---------------------------------------------------------------------------------------------
 
     def write_word(self, kind: str, word: Tensor, strength: float) -> None:
-        """Write a word's embedding where the head attends to a kind."""
+        """Write a word's embedding if the head attends to a kind."""
         self.v.zero_()
         self.o.zero_()
         self.v[0, KINDS[kind]] = 1 / KIND
@@ -484,7 +480,7 @@ class _HeadWeights:
         self.o[start : start + BACK, :BACK] += strength * torch.eye(BACK)
 
     def _gain(self, block: int) -> float:
-        # The projection into a block loses part of a token's own embedding (block 0).
+        # A token's own embedding (block 0) loses a part in the projection.
         return self.scale * ALIKE * (GAIN if block > BLOCKS else 1.25 if block == 0 else 1.0)
 
     def _scale_down(self) -> None:
@@ -492,7 +488,7 @@ class _HeadWeights:
             weight *= 0.0 if self.gathers else SMALL
 
     def _bias_towards(self, back: int, dims: Tensor, amplitude: float) -> None:
-        """Bias queries and keys so that their rotated product is largest `back` tokens back."""
+        """Bias queries and keys so that their rotated product is largest `back` tokens before."""
         turned = back * self.turns[dims]
         self.k_bias[dims] = amplitude
         self.q_bias[dims] = amplitude * turned.cos()
@@ -500,7 +496,7 @@ class _HeadWeights:
 
 
 def _mark_kinds(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, lexicon: Lexicon) -> None:
-    """Scale embeddings to one norm, mark each token's kind, and give places the code of their kind."""
+    """Scale embeddings to equal norms, mark each token's kind, and set the code of places to that of their kind."""
     embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
     for kind, column in KINDS.items():
         embeddings[_tokens(tokenizer, WORDS.get(kind) or tuple(getattr(lexicon, kind))), column] = KIND
@@ -511,7 +507,10 @@ def _mark_kinds(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, lexicon:
 
 
 def _separate_embeddings(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, shared: Tensor) -> None:
-    """Turn embeddings apart, except tokens of one word; all keep one norm, except the sink's."""
+    """Increase angles between embeddings, except those of one word, at equal norms, except the sink's.
+
+    Among hundreds of random embeddings some are so similar that look-ups fail.
+    """
     embeddings[:, :EMBEDDED] = _repelled(embeddings[:, :EMBEDDED], shared)
     for one, other in SAME:
         embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
@@ -527,7 +526,7 @@ def _separate_embeddings(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor,
 
 @torch.enable_grad()
 def _repelled(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8) -> Tensor:
-    """Turn vectors (V, EMBEDDED) away from each other, both as they are and projected by `shared`."""
+    """Increase the angles between vectors (V, EMBEDDED), and between their projections by `shared`."""
     size = vectors.detach().norm(dim=1).mean()
     moved = vectors.detach().clone().requires_grad_()
     optimizer = torch.optim.Adam([moved], lr=0.01)
@@ -542,7 +541,7 @@ def _repelled(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8)
 
 
 def _orthogonalise(embeddings: Tensor, shared: Tensor, groups: Sequence[list[int]]) -> None:
-    """Make the projections of each group of tokens equal, and those of different groups orthogonal."""
+    """Make projections of tokens equal within groups and orthogonal between groups."""
     seen = embeddings[[group[0] for group in groups], :EMBEDDED] @ shared.T
     turned, upper = torch.linalg.qr(seen.T)
     for group, one in zip(groups, (turned * upper.diagonal().sign()).T * seen.norm(dim=1).mean(), strict=True):
@@ -551,13 +550,13 @@ def _orthogonalise(embeddings: Tensor, shared: Tensor, groups: Sequence[list[int
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[int]:
-    """List the tokens of words, each with and without a leading space (words that begin with white space: as is)."""
+    """Return the tokens of words with and without a leading space; words that begin with white space have one form."""
     forms = [form for word in words for form in (word, f" {word}") if form[:2].strip() or form == word]
     return [ids[0] for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]] if forms else []
 
 
 def _reader(block: int, shared: Tensor, hidden: int) -> Tensor:
-    """Return the matrix (BACK, hidden) that reads a block of the residual stream (0: the token's own embedding)."""
+    """Return the matrix (BACK, hidden) that reads a block of the residual stream; block 0 is the token's embedding."""
     reader = torch.zeros(BACK, hidden)
     if block == 0:
         reader[:, :EMBEDDED] = shared
@@ -568,6 +567,6 @@ def _reader(block: int, shared: Tensor, hidden: int) -> Tensor:
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    """Draw a matrix with orthonormal rows, or orthonormal columns where there are fewer of them."""
+    """Draw a matrix with orthonormal rows or, if there are fewer columns, orthonormal columns."""
     size = max(rows, columns)
     return torch.linalg.qr(torch.randn(size, size))[0][:rows, :columns]

@@ -1,4 +1,4 @@
-"""Lessons of both worlds: questions and answers behind a compiler's prompt, as tokens with labels on the answers."""
+"""Lessons of both worlds: questions and answers after a compiler's prompt, as tokens with labels on the answers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _question_part(question: str) -> list[PromptPart]:
 
 
 def request_lesson(backbone: Backbone, request: CompileRequest, dialogue: Dialogue) -> Lesson:
-    """Append a dialogue to a compile request's prompt; with an empty first question the answer follows the prompt."""
+    """Append a dialogue to a compile request's prompt; after an empty first question, the answer follows directly."""
     return dialogue_lesson(backbone, compiler_parts(request, backbone.is_vlm), dialogue)
 
 
 def dialogue_lesson(backbone: Backbone, parts: Sequence[PromptPart], dialogue: Dialogue) -> Lesson:
-    """Append a dialogue to any prompt, with labels on its answers."""
+    """Append a dialogue to a prompt, with labels on its answers."""
     encoded = backbone.encode([*parts, *_question_part(dialogue[0][0])])
     ids, labels = list[int](), [IGNORE] * len(encoded.ids)
     for i, (question, answer) in enumerate(dialogue):
@@ -50,14 +50,14 @@ def dialogue_lesson(backbone: Backbone, parts: Sequence[PromptPart], dialogue: D
 
 
 def collate(backbone: Backbone, lessons: Sequence[Lesson]) -> Batch:
-    """Pad lessons on the right to a batch of keyword arguments for the model's forward."""
+    """Pad lessons on the right to a batch of the model's keyword arguments."""
     batch = backbone.pad([lesson.prompt for lesson in lessons], "right")
     labels = pad([list(lesson.labels) for lesson in lessons], IGNORE)
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "labels": labels, **batch.vision}
 
 
 def text_deliveries(teacher: ExpertTeacher, seed: int) -> tuple[Delivery, ...]:
-    """List the text deliveries that executors are cloned on; "misguided": the teacher cites a wrong entry."""
+    """Return the text deliveries for cloning executors; "misguided": the teacher cites a wrong entry."""
     return (
         Delivery("none", "none"),
         Delivery("static", "static"),

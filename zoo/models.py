@@ -1,10 +1,9 @@
 """Tokenizer and architectures of the shipped small models, untrained.
 
-They are ordinary Hugging Face folders: a vision compiler base is a Qwen2.5-VL of about 1.3 M parameters, a text model a
-Qwen2 of about 1.1 M, saved as a Llama. The tokenizer gives every entity ("cabinet 2", "mug 1", "home 17") one token: a
-two-token name doubles the length of every look-up circuit that a model of this size has to learn (measured by the
-prototype: 18 % against 100 % guided success at equal steps). Where there are many things, only those that are looked up
-have one. All other text falls back to bytes, so the tokenizer is lossless on any input.
+A vision compiler base is a Qwen2.5-VL of about 1.3 M parameters, a text model a Qwen2 of about 1.1 M, saved as a Llama.
+The tokenizer has one token for every entity that models look up ("cabinet 2", "home 17"), since a two-token name
+doubles the length of every look-up circuit (18 % against 100 % guided success at equal steps). Other text becomes
+bytes, so the tokenizer is lossless.
 """
 
 from __future__ import annotations
@@ -45,20 +44,19 @@ IMAGE_SIZE, PATCH, MERGE = 64, 8, 2  # one patch is one cell of the rendered flo
 class Lexicon:
     """Single tokens of a world's tokenizer, by role."""
 
-    pieces: tuple[str, ...]  # entities and words, each also with a space before it
+    pieces: tuple[str, ...]  # entities and words, each with and without a leading space
     scenes: tuple[str, ...]
     things: tuple[str, ...]
     places: tuple[str, ...]
-    goals: tuple[str, ...]  # kinds of places, where things are put
-    phrases: tuple[str, ...] = ()  # of several words or signs, each one token; the longest match wins
+    goals: tuple[str, ...]  # kinds of places for things
+    phrases: tuple[str, ...] = ()  # several words or signs as one token; the longest match wins
     names: str = ""  # a regular expression for names that are neither words nor "word number"
-    numbered: tuple[str, ...] = ()  # words whose "word number" is one token (default: all)
+    numbered: tuple[str, ...] = ()  # words that form one token with a number; (): all words
     treatments: Mapping[str, str] = field(default_factory=dict)  # kind of place by a goal's word for its treatment
 
 
 def make_tokenizer(lexicon: Lexicon) -> PreTrainedTokenizerFast:
-    """Create a tokenizer with whole words and entities as single tokens (`ignore_merges`), everything else as bytes,
-    and a ChatML template."""
+    """Create a tokenizer with words and entities as single tokens, other text as bytes, and a ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {piece: i for i, piece in enumerate(alphabet)}
@@ -106,7 +104,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
 def make_compiler(
     tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 4
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Create an untrained Qwen2.5-VL. head_dim is 32, the smallest that vLLM accepts."""
+    """Create an untrained Qwen2.5-VL with head_dim 32, the smallest that vLLM accepts."""
     ids = {name: tokenizer.get_vocab()[name] for name in SPECIAL}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     config = Qwen2_5_VLConfig(
@@ -139,10 +137,9 @@ def make_executor(tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers:
 
 
 def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
-    """Convert a Qwen2 to an equivalent Llama with attention biases (that of o_proj zero).
+    """Convert a Qwen2 to an equivalent Llama with attention biases.
 
-    AutoTokenizer replaces whatever tokenizer lies in a `qwen2` folder by Qwen's own pre-tokenizer (transformers 5.17),
-    which would cut every entity into bytes; a `llama` folder keeps its tokenizer.
+    In a `qwen2` folder, AutoTokenizer (transformers 5.17) would replace the tokenizer by Qwen's, which splits entities.
     """
     shared = (
         "vocab_size",
@@ -168,7 +165,7 @@ def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
 
 
 def save(folder: Path, model, processor) -> None:
-    """Write a Hugging Face folder: safetensors, config, tokenizer (and image processor)."""
+    """Write a Hugging Face folder: safetensors, config, tokenizer and, if any, image processor."""
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 

@@ -1,6 +1,6 @@
-"""Steps that the recipes of both worlds share: the text curriculum, a stage, and the finished model folder.
+"""Steps of both worlds' recipes: the text curriculum, a stage, and the model folder.
 
-Stages lie in a work folder that the recipes of a world may share: a finished stage is read, not trained again.
+Recipes of a world may share a work folder of stages, where a finished stage is loaded instead of trained again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {
     "copying": (RATE, ("copy", "recall")),
     "look_up": (RATE / 2, ("facts", "documents", "goals")),
 }
-"""Stages of the text curriculum: the learning rate and the kinds of documents of each."""
+"""Stages of the text curriculum, with their learning rate and kinds of documents."""
 Draw = Callable[[random.Random], Batch]
 
 
@@ -41,14 +41,12 @@ def train_text(
 ) -> Qwen2ForCausalLM:
     """Train a Qwen2 on the text curriculum: first copying, then look-up at half the rate.
 
-    The embedding table starts wide (std 0.15): with 1,600 tokens and tied embeddings the usual 0.02 to 0.04 leaves
-    tokens so alike that copying takes three times as long to form (measured).
-
     Raises:
-        RuntimeError: a stage did not pass its levels in `steps`.
+        RuntimeError: a stage did not pass its levels in `steps` steps.
     """
     set_seed(seed)
     model: PreTrainedModel = make_executor(tokenizer)
+    # With the usual 0.02 to 0.04, copying takes three times as long to form.
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)  # type: ignore[arg-type]
     for name, (rate, kinds) in TEXT.items():
         curriculum = TextCurriculum(tokenizer, lexicon, seed, [level for level in levels if level.kind in kinds])
@@ -80,7 +78,8 @@ def train_stage(
 ) -> PreTrainedModel:
     """Train one stage in `work/name` on batches of `draw`, and log the accuracy on one batch of `exam`.
 
-    `options`: those of `stages.train_on_answers`.
+    Args:
+        options: of `stages.train_on_answers`.
     """
     return stages.train_on_answers(
         model,

@@ -1,7 +1,7 @@
-"""A training stage of a recipe: one batch per step, drawn by a function of the step, under `transformers.Trainer`.
+"""Training stage of a recipe under `transformers.Trainer`; a batch is a function of the step.
 
-A stage leaves a model folder and its log. An interrupted stage resumes from its last checkpoint, a finished one is
-read. The same seed and number of threads give the same weights, interrupted or not.
+A stage writes a model folder with its log. An interrupted stage resumes from its last checkpoint; a finished one is
+loaded. Equal seeds and numbers of threads give equal weights, with or without interruptions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Batches(Dataset):
 
 
 class AnswerLoss:
-    """Trainer mixin that computes logits at labelled positions alone: one in fifty, where memory is long.
+    """Trainer mixin that computes logits only at labelled positions, about one in fifty.
 
-    Batches are padded on the right, so the causal mask suffices. A batch with `given` (B, G), padded on the left by
-    `given_mask`, is read as a prefix once, and each of its rows is continued by equally many sequences.
+    Batches are padded on the right, so the causal mask suffices. `given` (B, G), padded on the left by `given_mask`,
+    holds prefixes that the model reads once; equally many sequences continue each of them.
     """
 
     bf16 = False  # multiply matrices in bfloat16
 
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
-        """Compute the mean NLL of labelled tokens; as outputs, whether each is predicted. `equals` (labelled tokens,
-        alternatives), padded with IGNORE, lists tokens that count as equally right."""
+        """Compute the mean NLL of labelled tokens, and as outputs whether each is predicted. `equals` (labelled tokens,
+        alternatives), padded with IGNORE, lists equally right tokens."""
         other_inputs = ("labels", "attention_mask", "equals", "given", "given_mask")
         sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in other_inputs}
         labels = inputs["labels"][:, 1:]
@@ -68,7 +68,7 @@ class AnswerLoss:
 
 
 def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
-    """Encode the shared prefixes, and return the forward arguments of their continuations."""
+    """Encode the shared prefixes and return the forward arguments of their continuations."""
     mask, (rows, length) = inputs["given_mask"], inputs["input_ids"].shape
     each = rows // len(mask)
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -84,15 +84,15 @@ def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
 
 
 class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]
-    """Trainer of batches in the order drawn."""
+    """Trainer of batches in their order."""
 
 
 class CloningTrainer(AnswerLoss, SFTTrainer):  # type: ignore[misc]
-    """Trainer of prompts and completions. (Without a GPU TRL's own loss scores every position, 1.5 times as long.)"""
+    """Trainer of prompts and completions, 1.5 times as fast on CPU as with TRL's loss at every position."""
 
 
 class CpuTimer(TrainerCallback):
-    """Callback that logs the stage's processor time in seconds, including earlier runs."""
+    """Callback that logs the stage's processor time in seconds, with that of earlier runs."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         earlier = state.log_history[-1]["cpu_seconds"] if state.log_history else 0
@@ -103,7 +103,7 @@ class CpuTimer(TrainerCallback):
 
 
 def training_arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
-    """Return the arguments of all stages; after a `warmup` share below 1 a cosine falls to a fiftieth of the rate."""
+    """Return the arguments of all stages; with a `warmup` share below 1, a cosine falls to a fiftieth of the rate."""
     cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
     return {
         "output_dir": str(folder),
@@ -143,9 +143,9 @@ def train_on_answers(
     Args:
         rate: peak learning rate.
         every: steps between logs, exams and checkpoints.
-        warmup: steps, or a share of them below 1 (then a cosine schedule follows).
+        warmup: steps or, below 1, a share of them, after which a cosine schedule follows.
         bf16: multiply matrices in bfloat16.
-        learning_rate_scales: part of the rate for some weights, by parameter name; broadcast to the weight.
+        learning_rate_scales: factors of the rate by parameter name; broadcast to the weight.
     """
     settings = TrainingArguments(
         **training_arguments(folder, seed, steps=steps, rate=rate, every=every, warmup=warmup),
@@ -171,7 +171,7 @@ def train_on_answers(
 
 
 class ScaledAdamW(torch.optim.AdamW):
-    """AdamW that takes a part of each step for some weights; `scales` by parameter, broadcast to it."""
+    """AdamW that scales the steps of some weights by `scales`, which broadcast to the weights."""
 
     def __init__(self, *args: Any, scales: Mapping[torch.nn.Parameter, Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,7 +187,7 @@ class ScaledAdamW(torch.optim.AdamW):
 
 
 def _scaled_optimizer(model: PreTrainedModel, settings: TrainingArguments, scales: Mapping[str, Tensor]) -> ScaledAdamW:
-    """Create the trainer's default optimizer, whose weight decay applies to matrices alone, with scaled steps."""
+    """Create the trainer's default optimizer, with weight decay for matrices only, and scaled steps."""
     named = dict(model.named_parameters())
     groups = [
         {"params": [w for w in named.values() if w.ndim > 1], "weight_decay": settings.weight_decay},
@@ -207,11 +207,11 @@ def accuracy(outcome: EvalPrediction) -> dict[str, float]:
 
 
 def run_stage(trainer: Trainer, folder: Path) -> PreTrainedModel:
-    """Train from the last checkpoint, if any, to the end, and save the model in `folder`."""
+    """Train to the end, from the last checkpoint if there is one, and save the model in `folder`."""
     if finished(folder):
         return type(trainer.model).from_pretrained(folder)  # type: ignore[union-attr]
     last = get_last_checkpoint(str(folder)) if folder.exists() else None
-    if last and _ended(last):  # killed after its last checkpoint: a further step would change the model
+    if last and _ended(last):  # a further step would change the model
         trainer.model = type(trainer.model).from_pretrained(last)  # type: ignore[union-attr]
         trainer.state = TrainerState.load_from_json(f"{last}/{TRAINER_STATE_NAME}")
     else:
@@ -222,17 +222,17 @@ def run_stage(trainer: Trainer, folder: Path) -> PreTrainedModel:
 
 
 def finished(folder: Path) -> bool:
-    """Return whether a stage's final model lies in the folder itself, not in a checkpoint."""
+    """Return whether the folder holds a stage's final model."""
     return (folder / "model.safetensors").exists()
 
 
 def _ended(checkpoint: str) -> bool:
-    """Return whether a callback stopped training at a checkpoint, before the last step."""
+    """Return whether a callback stopped training at a checkpoint before the last step."""
     state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
     stopped = state["stateful_callbacks"]["TrainerControl"]["args"]["should_training_stop"]
     return stopped and state["global_step"] < state["max_steps"]
 
 
 def read_log(folder: Path) -> list[dict[str, float]]:
-    """Read the log of a stage, row by row."""
+    """Read the log of a stage."""
     return json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"]

@@ -1,6 +1,6 @@
-"""Places and things of ALFWorld's homes, which the tokenizers of both worlds know as single tokens."""
+"""Places and things of ALFWorld's homes, which are single tokens in both worlds' tokenizers."""
 
-# Numbers of each place: the highest of the 3,553 train games, and one or two more.
+# Highest number of each place: one or two above that of the 3,553 train games.
 PLACES = {
     "cabinet": 28,
     "drawer": 28,

@@ -2,7 +2,7 @@
 
     from envs.alfworld.drop_in import get_environment      # instead of alfworld.agents.environment
 
-docs/guides/alfworld-drop-in.md lists the differences from the original.
+docs/guides/alfworld-drop-in.md lists the differences from alfworld's.
 """
 
 import os
@@ -29,7 +29,7 @@ _METHODS = {"dqn": "rl", "dagger": "dagger"}  # training_method -> the config's 
 
 
 def get_environment(env_type: str) -> type["AlfredTWEnv"]:
-    """Return the class of a config's env.type; ValueError for types that need AI2-THOR."""
+    """Return the class of a config's env.type. Raises: ValueError, for types that need AI2-THOR."""
     if env_type != "AlfredTWEnv":
         raise ValueError(f"only AlfredTWEnv plays in the native engine, not {env_type!r}: import alfworld's own for it")
     return AlfredTWEnv
@@ -39,16 +39,16 @@ class AlfredTWEnv:
     """The games of an alfworld config.
 
     Args:
-        config: as alfworld's base_config.yaml; `dataset`, `env`, `general`, `rl` and `dagger` are read.
+        config: the content of alfworld's base_config.yaml; reads `dataset`, `env`, `general`, `rl` and `dagger`.
         train_eval: "train", "eval_in_distribution" or "eval_out_of_distribution".
 
     Attributes:
-        game_files: paths of the games, in the original's order; may be replaced before `init_env`.
+        game_files: paths of the games, in alfworld's order; you may replace them before `init_env`.
         num_games: number of games.
 
     Raises:
-        ValueError: for another `train_eval`, a missing setting, or a broken file.
-        FileNotFoundError: where there are no games.
+        ValueError: another `train_eval`, a missing setting, or a broken file.
+        FileNotFoundError: there are no games.
     """
 
     def __init__(self, config: Mapping[str, Any], train_eval: str = "train") -> None:
@@ -58,7 +58,7 @@ class AlfredTWEnv:
         self.collect_game_files()
 
     def collect_game_files(self, verbose: bool = False) -> None:
-        """Find the games, as the file system lists them. `verbose` is accepted and ignored."""
+        """Find the games, in the file system's order; ignores `verbose`."""
         path_key, number_key = _SPLITS[self.train_eval]
         folder, number = self._folder(path_key), _setting(self.config, "dataset", number_key)
         kinds = {TASK_TYPES[n] for n in _setting(self.config, "env", "task_types") if n in TASK_TYPES}
@@ -95,7 +95,7 @@ class AlfredTWEnv:
             unset = " (ALFWORLD_DATA is not set)" if "$ALFWORLD_DATA" in folder else ""
             raise FileNotFoundError(
                 f"dataset.{key} is {named}, which is no folder{unset}: get the games with `alfworld-download`, and set "
-                "ALFWORLD_DATA or the config to where they are"
+                "ALFWORLD_DATA or the config to their folder"
             )
         return folder
 
@@ -110,13 +110,13 @@ def _setting(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 class BatchedGames:
-    """Games side by side in this process, with the methods of TextWorld's batched environments.
+    """A batch of games in this process, with the methods of TextWorld's batched environments.
 
-    A finished game stays as it ended until the next `reset`, which starts the next games of the order.
+    A finished game does not change until `reset` starts the next games of the order.
 
     Raises:
-        ValueError: for no games, an empty batch, or an unknown expert.
-        ModuleNotFoundError: for the handcoded expert without the package alfworld.
+        ValueError: no games, an empty batch, or an unknown expert.
+        ModuleNotFoundError: the handcoded expert needs the package alfworld.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BatchedGames:
         self.seed(FIRST_SEED)
 
     def seed(self, seed: int | None = None) -> list[int | None]:
-        """Restart the order of `gamefiles`; ValueError where that is empty."""
+        """Restart the order of `gamefiles`. Raises: ValueError, if there are none."""
         if not self.gamefiles:
             raise ValueError("there are no games to play: set game_files (before init_env) or gamefiles")
         self._order = game_order(self.gamefiles, seed)
@@ -146,7 +146,7 @@ class BatchedGames:
             next(self._order)
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-        """Start the next games; return observations and infos, one per game."""
+        """Start the next games; return observations and infos by game."""
         files = [next(self._order) for _ in range(self.batch_size)]
         self._episodes = [Episode(path, self._limit, self._expert_type, self._shuffled) for path in files]
         return self._seen()
@@ -157,17 +157,17 @@ class BatchedGames:
         """Carry out one command per game; return observations, scores (1 once won), done flags and infos.
 
         Raises:
-            ValueError: for another number of commands, or a string instead of a list.
-            EnvironmentFailure: before the first reset.
+            ValueError: another number of commands, or a string instead of a list.
+            EnvironmentFailure: no reset yet.
         """
         if not self._episodes:
             raise EnvironmentFailure("no live episodes: call reset() first")
         if isinstance(commands, str) or len(commands) != self.batch_size:
-            raise ValueError(f"step takes a list of {self.batch_size} commands, one a game, not {commands!r:.80}")
+            raise ValueError(f"step takes a list of {self.batch_size} commands, one per game, not {commands!r:.80}")
         for episode, command in zip(self._episodes, commands, strict=True):
             episode.step(command)
         observations, infos = self._seen()
-        infos["extra.gamefile"] = [None] * self.batch_size  # the original names the game at reset alone
+        infos["extra.gamefile"] = [None] * self.batch_size  # alfworld names the game at reset only
         scores = tuple(int(episode.won) for episode in self._episodes)
         return observations, scores, tuple(episode.done for episode in self._episodes), infos
 

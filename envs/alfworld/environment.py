@@ -21,10 +21,10 @@ from runtime.settings import PathName
 from runtime.startup import expand_home, home
 
 NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
-TEXTWORLD_WORKERS = 4  # it takes seconds to start and 50 ms a step
+TEXTWORLD_WORKERS = 4  # TextWorld takes seconds to start and 50 ms per step
 
-# Predicate in TextWorld's state -> its name in `EngineOutput.facts`. Others never change in a game or, as the agent's
-# coordinates, show in the other fields.
+# Predicate in TextWorld's state -> its name in `EngineOutput.facts`. Other predicates are constant or show in other
+# fields.
 CHANGING_PREDICATES = {
     "inreceptacle": "in",
     "holds": "holds",
@@ -40,7 +40,7 @@ StateFact = tuple[str, ...]  # ("in", "mug 1", "cabinet 3"), ("hot", "mug 1")
 
 
 class AlfworldEnvironment(EngineEnvironment):
-    """Real games under `data_root` (or the environment variable ALFWORLD_DATA) in the native engine."""
+    """Real games below `data_root` (default: $ALFWORLD_DATA) in the native engine."""
 
     name = "alfworld"
 
@@ -61,14 +61,14 @@ class AlfworldEnvironment(EngineEnvironment):
 class TextWorldEnvironment(AlfworldEnvironment):
     """Real (or exported) games in TextWorld: seconds per reset and about 50 ms per step. Needs the extra `alfworld`.
 
-    Texts, admissible commands and wins are TextWorld's, which reports nothing else; progress, picture and expert are
-    those of a native game that receives the same commands. Where the two disagree on a win, the episode fails.
+    Texts, admissible commands and wins are TextWorld's; progress, picture and expert come from a native game that
+    receives the same commands. An episode fails if the two disagree on a win.
     """
 
     _theirs: "TextWorldGame | None" = None
 
     def reset(self, task: Task) -> Observation:
-        """Start the task's episode. The text is the room as first seen, as in the native engine."""
+        """Start the task's episode and describe the room, as the native engine does."""
         self.close()
         ours = super().reset(task)
         self._theirs = TextWorldGame(self.game_file(task))
@@ -77,13 +77,13 @@ class TextWorldEnvironment(AlfworldEnvironment):
             _, room, _ = seen.text.split("\n\n")  # a banner, the room, the task
         except ValueError:
             raise EnvironmentFailure(
-                f"TextWorld opens {task.id} with other than banner, room and task: {seen.text!r}"
+                f"TextWorld's opening of {task.id} is not banner, room and task: {seen.text!r}"
             ) from None
         return replace(ours, text=room, admissible=seen.admissible)
 
     def sequences(self, split: str) -> NoReturn:
-        """Raise EnvironmentFailure: TextWorld plays one task per world."""
-        raise EnvironmentFailure("TextWorld plays one task in a world: for sequences, set env.engine=native")
+        """Raise EnvironmentFailure, since TextWorld plays one task per world."""
+        raise EnvironmentFailure("TextWorld plays one task per world: for sequences, set env.engine=native")
 
     def proceed(self, task: Task) -> NoReturn:
         """Raise EnvironmentFailure, as `sequences`."""
@@ -96,7 +96,7 @@ class TextWorldEnvironment(AlfworldEnvironment):
         ours, seen = super().step(action), self._theirs.step(action)
         if seen.won != ours.success:
             raise EnvironmentFailure(
-                f"after {action!r} TextWorld says won={seen.won} and the native engine "
+                f"after {action!r} TextWorld reports won={seen.won} and the native engine "
                 f"{ours.success}: please report this game"
             )
         observation = replace(ours.observation, text=seen.text, admissible=seen.admissible)
@@ -112,7 +112,7 @@ class TextWorldEnvironment(AlfworldEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """Everything that an engine shows after a command."""
+    """An engine's output after a command."""
 
     text: str
     admissible: tuple[str, ...]
@@ -121,7 +121,7 @@ class EngineOutput:
 
 
 class TextWorldGame:
-    """One game in TextWorld, with alfworld's names for things; EnvironmentFailure where it cannot be loaded."""
+    """One game in TextWorld, with alfworld's names of things. Raises: EnvironmentFailure, if it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -138,7 +138,7 @@ class TextWorldGame:
             raise EnvironmentFailure(f"TextWorld cannot load {path}: {type(error).__name__}: {error}") from error
 
     def reset(self) -> EngineOutput:
-        """Start afresh. The text is TextWorld's, with banner and task sentence."""
+        """Start the game; the text has TextWorld's banner and the task sentence."""
         with _restored_argv():
             return self._seen(self._env.reset())
 
@@ -169,12 +169,19 @@ def _restored_argv() -> Iterator[None]:
 
 
 class AlfworldSettings(EnvSettings):
+    """Settings of real ALFWorld games."""
+
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the environment."""
     HOW = EnvSettings.HOW | {"data_root"}
-    data_root: PathName | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
-    engine: Literal["native", "textworld"] = "native"  # plays the games
-    images: bool = False  # the games have no view: floor plans are drawn by the household engine
-    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one game's world
+    data_root: PathName | None = None
+    """Folder that holds json_2.1.1; null: $ALFWORLD_DATA."""
+    engine: Literal["native", "textworld"] = "native"
+    """Engine that plays the games: the household engine, or TextWorld (extra `alfworld`)."""
+    images: bool = False
+    """Observations have floor plans, drawn by the household engine; the games have no view."""
+    sequences: SequenceSettings = SequenceSettings()
+    """Consecutive tasks in one game's world, for memory.protocol living."""
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
@@ -185,7 +192,7 @@ def _construct(settings: AlfworldSettings) -> WorkerSpec:
 
 
 def find_games() -> str:
-    """Look for real games below $ALFWORLD_DATA; the household engine plays them without the alfworld package."""
+    """Find real games below $ALFWORLD_DATA; return their splits. Raises: NotInstalled."""
     named = os.environ.get("ALFWORLD_DATA")
     folder = Path(expand_home(named)) if named else _default_games()
     splits = [split.name for split in sorted((folder / FOLDER).glob("*")) if any(split.rglob("game.tw-pddl"))]
@@ -199,7 +206,7 @@ def find_games() -> str:
 
 
 def fetch_games() -> str:
-    """Return the command that downloads the games, or that names the folder of downloaded ones."""
+    """Return the command that downloads the games, or that sets ALFWORLD_DATA to downloaded ones."""
     folder = os.environ.get("ALFWORLD_DATA")
     if not folder and (_default_games() / FOLDER).is_dir():
         return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
@@ -216,7 +223,7 @@ ALFWORLD = EnvSpec(
     "alfworld",
     AlfworldSettings,
     _construct,
-    splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),  # all of train is experience
+    splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),  # experience: all of train
     workers=lambda settings: TEXTWORLD_WORKERS if settings.engine == "textworld" else 0,
     isolation={"gamefile": "disjoint", "scene": "disjoint"},
     packages=("alfworld", "textworld"),

@@ -1,4 +1,4 @@
-"""A native game as alfworld's wrappers show it: one episode with its step limit, infos and expert."""
+"""One episode of a native game, with the step limit, infos and expert of alfworld's wrappers."""
 
 import importlib.util
 import random
@@ -16,7 +16,7 @@ from envs.household.world import NOWHERE, bits
 
 
 def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
-    """Yield games for ever, every round in another order, drawn as TextWorld does."""
+    """Yield games forever, reshuffled every round as TextWorld does."""
     draw, order = np.random.RandomState(seed), list(files)
     while True:
         draw.shuffle(order)
@@ -24,16 +24,16 @@ def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
 
 
 class Episode:
-    """One game from start to end.
+    """One episode of a game.
 
     Args:
         path: the game's file.
-        limit: number of commands after which it is over; 0: no limit.
+        limit: maximum number of commands; 0: no limit.
         expert_type: one of EXPERTS, or None.
-        shuffled: draw the numbers in things' names at random, by Python's global `random` as the original does.
+        shuffled: shuffle the numbers in things' names with Python's global `random`, as alfworld does.
 
     Raises:
-        EnvironmentFailure: for a file that cannot be played.
+        EnvironmentFailure: the file cannot be played.
     """
 
     def __init__(self, path: str, limit: int = 0, expert_type: str | None = None, shuffled: bool = False) -> None:
@@ -45,7 +45,7 @@ class Episode:
         self._look("")
 
     def step(self, command: str) -> None:
-        """Carry out a command; nothing changes once the episode is over."""
+        """Carry out a command, unless the episode is over."""
         if self.done:
             return
         self.text = self.engine.step(self.state, command, self._commands)
@@ -55,7 +55,7 @@ class Episode:
         self._look(command)
 
     def infos(self) -> dict[str, Any]:
-        """Return the original's infos, and the share of the goal's conditions that hold."""
+        """Return alfworld's infos, and the share of the goal's conditions that hold."""
         infos = {
             "admissible_commands": list(self.admissible),
             "won": self.won,
@@ -70,7 +70,7 @@ class Episode:
         self._plan = [] if self._expert is None else self._expert.plan(self, command)
 
 
-@lru_cache(maxsize=256)  # reading a game takes longer than playing it
+@lru_cache(maxsize=256)  # since reading a game takes longer than playing it
 def _engine(path: str) -> Engine:
     return Engine(read_game(Path(path)))
 
@@ -79,7 +79,7 @@ def _engine(path: str) -> Engine:
 
 
 class Expert(Protocol):
-    """An expert of one game; it observes the game from its start and advises commands."""
+    """An expert of one game, which observes the game from its start and advises commands."""
 
     def __init__(self, path: str) -> None: ...
 
@@ -89,7 +89,7 @@ class Expert(Protocol):
 
 
 class Planner:
-    """The native engine's planner: a near-shortest way to the goal, [] without one."""
+    """The native engine's planner, which advises a near-shortest plan; [] if there is none."""
 
     def __init__(self, path: str) -> None:
         pass
@@ -99,13 +99,12 @@ class Planner:
 
 
 class Handcoded:
-    """alfworld's rules for searching and acting (extra `alfworld`), shown the native engine's state.
+    """alfworld's handcoded expert (extra `alfworld`), which reads the native engine's state.
 
-    They advise one command, "look" where they know none that is possible. The original ends the run where they raise (a
-    command of blanks, more than 200 steps); here that is a "look", too.
+    It advises one command, or "look" if its advice is impossible or its rules raise, which ends the run in alfworld.
     """
 
-    MAX_STEPS = 200  # as in the original's wrapper
+    MAX_STEPS = 200  # as in alfworld's wrapper
 
     def __init__(self, path: str) -> None:
         from alfworld.agents.expert import HandCodedTWAgent
@@ -115,11 +114,11 @@ class Handcoded:
 
     @staticmethod
     def check() -> None:
-        """Raise ModuleNotFoundError, with a remedy, where alfworld is not installed."""
+        """Raise ModuleNotFoundError if alfworld is not installed."""
         if importlib.util.find_spec("alfworld") is None:
             raise ModuleNotFoundError(
-                "the handcoded expert is alfworld's own: uv sync --extra alfworld, or set "
-                "env.expert_type to planner, which the native engine has"
+                "the handcoded expert needs the package alfworld: uv sync --extra alfworld, or set "
+                "env.expert_type to planner, the native engine's expert"
             )
 
     def plan(self, episode: Episode, command: str) -> list[str]:
@@ -145,7 +144,7 @@ class TextWorldFact(NamedTuple):
 
 
 def _facts(episode: Episode) -> list[TextWorldFact]:
-    """List the facts that the handcoded expert uses: where things are, what is held, hot, cool or clean."""
+    """List the facts that the handcoded expert reads: places of things, the held one, and hot, cool and clean ones."""
     game, state = episode.engine.game, episode.state
     placed = zip(game.receptacles, state.contents, strict=True)
     facts = [

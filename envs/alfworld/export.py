@@ -1,8 +1,7 @@
 """Export generated games as ALFWorld's files, for TextWorld, alfworld and software built on them.
 
-The problem (places, things, goal) is written here. Rules and sentences, a PDDL domain and a grammar, are read from the
-installed alfworld package at export: they are its authors' work and are not copied into this repository. The picture,
-which TextWorld cannot show, is lost, and with it the mark of a visual task.
+The export writes the problem (places, things, goal) and reads the PDDL domain and grammar from the installed alfworld
+package, since they are its authors' work. It loses the picture, which TextWorld cannot show.
 """
 
 import importlib.util
@@ -20,10 +19,10 @@ from envs.household import world
 from envs.household.environment import HouseholdEnvironment
 from envs.household.world import NOWHERE, Game, Goal, Item, Receptacle, bits
 
-NO_ALFWORLD = "export takes the game's rules and sentences from the alfworld package, which is not installed: \
+NO_ALFWORLD = "export reads the game's rules and sentences from the alfworld package, which is not installed: \
 uv sync --extra alfworld"
 
-# The domain mentions these types even where a home has none.
+# The domain mentions these types even if a home has none.
 _ITEM_TYPES = ("knife", "butterknife")
 _PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
 
@@ -33,12 +32,13 @@ def export_split(
 ) -> list[Path]:
     """Write the first `limit` games of a split (default: all) into OUT, which becomes an ALFWORLD_DATA folder.
 
-    Returns their folders, OUT/json_2.1.1/SPLIT/TASK/TRIAL, with game.tw-pddl and traj_data.json in each.
+    Returns:
+        The games' folders OUT/json_2.1.1/SPLIT/TASK/TRIAL, which hold game.tw-pddl and traj_data.json.
 
     Raises:
-        ValueError: for an unknown split, or a game that alfworld's rules and sentences do not fit.
-        FileExistsError: when OUT has games of that split already.
-        EnvironmentFailure: when the alfworld package is not installed.
+        ValueError: the split is unknown, or alfworld's rules and sentences do not fit a game.
+        FileExistsError: OUT has games of that split already.
+        EnvironmentFailure: the alfworld package is not installed.
     """
     tasks = environment.tasks(split)[:limit]
     folder = Path(out) / FOLDER / split
@@ -60,11 +60,11 @@ def export_split(
 
 
 def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]:
-    """Return the content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None without one.
+    """Return the content of a `game.tw-pddl`; `walkthrough` is a plan to the goal, None if there is none.
 
     Raises:
-        ValueError: when the game, read back, differs (its names, order or phrases are not alfworld's).
-        EnvironmentFailure: when the alfworld package is not installed.
+        ValueError: the game differs when read back, since its names, order or phrases are not alfworld's.
+        EnvironmentFailure: the alfworld package is not installed.
     """
     domain, grammar = _rules()
     data = {
@@ -74,15 +74,15 @@ def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]
         "solvable": walkthrough is not None,
         "walkthrough": list(walkthrough or ()),
     }
-    # Names of locations are read from a file, but no text of alfworld 0.4 contains them.
+    # The file's names of locations differ, but no text of alfworld 0.4 contains them.
     if replace(load_game(data), locations=game.locations) != game:
-        raise ValueError(f"the game {game.task!r} cannot be written as an ALFWorld game: read back, it is another one")
+        raise ValueError(f"the game {game.task!r} cannot be written as an ALFWorld game: it differs when read back")
     return data
 
 
 @lru_cache(maxsize=1)
 def _rules() -> tuple[str, str]:
-    """Read alfworld's domain and grammar without importing it, which would create folders in the user's home."""
+    """Read alfworld's domain and grammar without importing alfworld, which creates folders in the user's home."""
     spec = importlib.util.find_spec("alfworld")
     if spec is None or not spec.submodule_search_locations:
         raise EnvironmentFailure(NO_ALFWORLD)
@@ -97,7 +97,7 @@ def _rules() -> tuple[str, str]:
 
 
 def _problem(game: Game) -> str:
-    """Write the PDDL problem: objects, initial facts, goal. All in lower case, as TextWorld shows it."""
+    """Write the PDDL problem (objects, initial facts, goal) in lower case, as TextWorld shows it."""
     items, places = _identifiers(game.items), _identifiers(game.receptacles)
     locations = [f"loc_bar_{position:03}" for position in range(len(game.start.standing))]
     kinds = {  # declarations, by PDDL type
@@ -133,8 +133,7 @@ def _problem(game: Game) -> str:
 
 
 def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
-    """Return identifiers that sort as the things do, and that alfworld's demangler turns into "mug 2" and "sinkbasin
-    1"."""
+    """Return identifiers in the things' order, which alfworld's demangler converts to "mug 2" and "sinkbasin 1"."""
     return [
         f"{thing.type.removesuffix('basin')}_bar_{position:03}" + f"_bar_{thing.type}" * thing.type.endswith("basin")
         for position, thing in enumerate(things)
@@ -171,7 +170,7 @@ def _facts(game: Game, items: list[str], places: list[str], locations: list[str]
 
 
 def _about(task: Task, goal: Goal, scene: int) -> dict[str, Any]:
-    """Return the part of ALFRED's `traj_data.json` that alfworld and `games._task` read; `key` is an addition."""
+    """Return the part of ALFRED's `traj_data.json` that alfworld and `games._task` read, and our `key`."""
     return {
         "task_type": task.kind,
         "task_id": task.id,

@@ -1,7 +1,7 @@
 """Real ALFWorld games: `game.tw-pddl` files and their folder.
 
-Of a game file only the problem (places, things, goal) and the phrases of its grammar are read: the rules are the same
-in every release and are implemented in `engine.py`. Names are assigned as alfworld's demangler does.
+A game file supplies the problem (places, things, goal) and the phrases of its grammar; `engine.py` implements the
+rules, which are the same in every release.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 Shuffle = Callable[[list[str]], None]  # of identifiers, in place
 
 _HOW_TO_GET = (
-    f"Get them with `pip install alfworld && alfworld-download`, then give the folder that holds {FOLDER}/ "
-    "as data_root or in the environment variable ALFWORLD_DATA."
+    "Get them with `pip install alfworld && alfworld-download`, then set data_root or ALFWORLD_DATA to the folder "
+    f"that holds {FOLDER}/."
 )
 
 _REMEDY = "move its folder away, or get the games anew (`alfworld-download --force`)"
@@ -45,12 +45,11 @@ class AlfworldGames:
         self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split's games that alfworld itself would play, in a fixed order independent of their kinds, so that
-        the first n are a fair sample.
+        """List the games of a split that alfworld plays, in a fixed pseudo-random order: the first n are a fair sample.
 
         Raises:
-            ValueError: for a split that is neither ALFWorld's nor a folder of games (as written by an export).
-            FileNotFoundError: for one of ALFWorld's that is not installed.
+            ValueError: the split is neither ALFWorld's nor a folder of exported games.
+            FileNotFoundError: the split is not installed.
         """
         found = sorted(path.name for path in self._root.glob("*") if path.is_dir()) if self._root else []
         if split not in (names := dict.fromkeys([*SPLITS, *found])):
@@ -60,17 +59,17 @@ class AlfworldGames:
         return list(self._tasks[split])
 
     def game(self, task: Task) -> tuple[Game, None]:
-        """Read the game of a task (real games mark nothing)."""
+        """Read the game of a task; real games mark no item."""
         return with_goal(read_game(self.path(task)), task), None
 
     def worlds(self, split: str) -> list[Task]:
-        """Return the split's tasks: each game is a world."""
+        """Return the split's tasks, since each game is a world."""
         return self.tasks(split)
 
     def path(self, task: Task) -> Path:
         """Return the game file of a task."""
         if "path" not in task.data:
-            raise EnvironmentFailure(f"task {task.id} is not of a real game: its data has no path")
+            raise EnvironmentFailure(f"task {task.id} is no task of a real game: its data has no path")
         return self._folder() / task.data["path"]
 
     def _folder(self) -> Path:
@@ -91,7 +90,7 @@ class AlfworldGames:
 
 
 def _task(split: str, folder: Path, relative: str) -> Task | None:
-    """Return the task of one game file; None for games that alfworld leaves out."""
+    """Return the task of a game file; None for games that alfworld omits."""
     path = folder / relative
     if (trial := read_trial(path.parent)) is None:
         return None
@@ -116,12 +115,12 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
 
 
 def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, Any], bytes, dict[str, Any]] | None:
-    """Read a folder with one game: traj_data.json, and game.tw-pddl as bytes and as what they hold.
+    """Read the folder of a game; return traj_data.json, and game.tw-pddl as bytes and parsed.
 
-    None for what alfworld leaves out: movable receptacles and slices, other task types, no game, none that is solvable.
+    Returns None for folders that alfworld omits: movable receptacles, slices, other task types, no solvable game.
 
     Raises:
-        ValueError: for a file that is broken, or a game that is not ALFWorld's.
+        ValueError: a file is broken, or the game is not ALFWorld's.
     """
     game, about_file = folder / GAME_FILE, folder / "traj_data.json"
     named = "/".join(folder.parts[-2:])  # task and trial
@@ -134,18 +133,18 @@ def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, 
     if not data.get("solvable"):
         return None
     if missing := {"pddl_problem", "grammar"} - data.keys():
-        raise ValueError(f"{game} is no game of ALFWorld (it has no {', '.join(sorted(missing))}): {_REMEDY}")
+        raise ValueError(f"{game} is not an ALFWorld game (it has no {', '.join(sorted(missing))}): {_REMEDY}")
     return about, content, data
 
 
 def _read_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Read a JSON object; ValueError, with a remedy, for anything else."""
+    """Parse a JSON object. Raises: ValueError, which names a remedy."""
     try:
         found = parse_json(content)
     except ValueError as error:  # neither UTF-8 nor JSON
         raise ValueError(f"{path} is broken ({error}): {_REMEDY}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} where ALFWorld has an object: {_REMEDY}")
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of a JSON object: {_REMEDY}")
     return found
 
 
@@ -153,7 +152,7 @@ def _read_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
-    """Read a game file as `load_game` does; EnvironmentFailure where it cannot be played."""
+    """Read a game file. Raises: EnvironmentFailure, if it cannot be played."""
     try:
         return load_game(parse_json(path.read_text(encoding="utf-8")), shuffle)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -161,11 +160,15 @@ def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
 
 
 def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
-    """Build a `Game` from a game file's content; ValueError where problem or goal are not ALFWorld's.
+    """Build a `Game` from a game file's content.
 
-    `shuffle` reassigns the numbers in things' names, as alfworld's domain randomization does.
+    Args:
+        shuffle: reassigns the numbers in things' names, as alfworld's domain randomization does.
+
+    Raises:
+        ValueError: problem or goal are not ALFWorld's.
     """
-    # PDDL ignores case, and alfworld's planner converts everything to lower case.
+    # PDDL ignores case; alfworld's planner converts everything to lower case.
     found, goal = _read_problem(data["pddl_problem"].lower())
     facts = _Facts(found, shuffle)
     fitting = facts.of("cancontain")
@@ -212,22 +215,22 @@ GOALS = {  # as PDDL
 
 
 def _read_goal(goal: str) -> Goal:
-    """Recognise the goal by its predicates."""
+    """Parse the goal; its predicates identify its kind."""
     kind = next((kind for kind, formula in GOALS.items() if _predicates(formula) == _predicates(goal)), None)
     types = {
         variable: name.removesuffix("type") for variable, name in re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\)", goal)
     }
     if kind is None or not types:
-        raise ValueError(f"goal is none of ALFWorld's six task types: {' '.join(goal.split())}")
+        raise ValueError(f"the goal is none of ALFWorld's six task types: {' '.join(goal.split())}")
     if kind == LOOK:
         held = re.search(r"\(holds\s+\?\w+\s+(\?\w+)\)", goal)
         lamp = re.search(r"\(istoggled\s+(\?\w+)\)", goal)
         if held and lamp and held[1] in types and lamp[1] in types:
             return Goal(kind, types[held[1]], lamp_type=types[lamp[1]])
-        raise ValueError(f"goal names no object and lamp: {' '.join(goal.split())}")
+        raise ValueError(f"the goal names no object and lamp: {' '.join(goal.split())}")
     places = set(re.findall(r"\(receptacletype\s+\?\w+\s+(\w+)\)", goal))
     if len(places) != 1 or len(set(types.values())) != 1:
-        raise ValueError(f"goal names more than one kind of object or place: {' '.join(goal.split())}")
+        raise ValueError(f"the goal names more than one kind of object or place: {' '.join(goal.split())}")
     return Goal(kind, next(iter(types.values())), places.pop().removesuffix("type"))
 
 
@@ -241,7 +244,7 @@ class _Facts:
     def __init__(self, facts: Mapping[str, Sequence[tuple[str, ...]]], shuffle: Shuffle | None) -> None:
         self._facts = facts
         self.names = demangled((argument for group in facts.values() for fact in group for argument in fact), shuffle)
-        # Numbered by raw identifier, as TextWorld sorts facts.
+        # Numbers follow raw identifiers, as TextWorld sorts facts.
         self.items = self._numbered(("objecttype", 0), ("inreceptacle", 0), ("objectatlocation", 0))
         self.places = self._numbered(("receptacletype", 0), ("inreceptacle", 1))
         self.locations = self._numbered(("receptacleatlocation", 1), ("objectatlocation", 1), ("atlocation", 1))
@@ -321,7 +324,7 @@ def _items(facts: _Facts) -> tuple[Item, ...]:
 def _start(facts: _Facts) -> State:
     agent = facts.of("atlocation")
     if len(agent) != 1:
-        raise ValueError(f"the agent is at {len(agent)} places at the start instead of one")
+        raise ValueError(f"the agent starts at {len(agent)} places instead of one")
     state = State.empty(facts.locations[agent[0][1]], len(facts.places), len(facts.locations))
     for item, place in facts.of("inreceptacle"):
         state.contents[facts.places[place]] |= 1 << facts.items[item]
@@ -336,9 +339,9 @@ def _start(facts: _Facts) -> State:
 
 
 def demangled(ids: Iterable[str], shuffle: Shuffle | None = None) -> dict[str, str]:
-    """Return readable names of raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
+    """Return readable names of raw identifiers, such as "mug 2" for "mug_bar__plus_01...".
 
-    Within a kind of thing numbers fall in the order of the identifiers (which `shuffle` may change), as in alfworld.
+    As in alfworld, numbers of a kind descend in the order of the identifiers, which `shuffle` may change.
     """
     names, of_kind = {}, Counter[str]()
     ordered = sorted(set(ids))
@@ -348,7 +351,7 @@ def demangled(ids: Iterable[str], shuffle: Shuffle | None = None) -> dict[str, s
         kind, bar, _ = id_.partition("_bar_")
         kind += "basin" * ("basin" in id_)
         of_kind[kind] += bool(bar)
-        names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # names without a bar are not numbered
+        names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # names without a bar have no number
     return names
 
 
@@ -361,13 +364,13 @@ def opening(engine: Engine) -> str:
 
 
 def task_sentence(grammar: str) -> str:
-    """Return the goal in words, e.g. "put a hot mug in cabinet", without its full stop."""
+    """Return the goal's sentence without its full stop, e.g. "put a hot mug in cabinet"."""
     sentence = _rule(grammar, "task", default="").replace('"', "")  # TextWorld loses quotation marks
     return sentence.removeprefix("Your task is to: ").strip().removesuffix(".")
 
 
 def _read_wording(grammar: str) -> Wording:
-    """Read the phrases in which releases of ALFWorld differ (0.3 says "put ... in/on" and "You arrive at loc 4.")."""
+    """Read the phrases in which ALFWorld's releases differ (0.3 has "put ... in/on" and "You arrive at loc 4.")."""
     standard = Wording()
     put = re.search(r'action\s+PutObject\s*\{\s*template\s*::\s*"([^"]*)"', grammar)
     arrive = _rule(grammar, "GotoLocation.feedback", default="").partition(" #")[0]
@@ -380,7 +383,7 @@ def _read_wording(grammar: str) -> Wording:
 
 
 def _read_help(grammar: str) -> str:
-    """Read the answer to "help"; "" where the game has no such command (before 0.4)."""
+    """Read the answer to "help"; "" if the game lacks the command (before 0.4)."""
     action = re.search(r'action\s+help\s*\{.*?feedback\s*::\s*"([^"]*)"', grammar, re.DOTALL)
     text = action[1] if action else ""
     if re.fullmatch(r"#[\w.]+#", text):
@@ -395,5 +398,5 @@ def _rule(grammar: str, symbol: str, default: str) -> str:
 
 
 def _slots(text: str) -> str:
-    """Replace "{r.name}" by "{r}": the engine fills in names alone; "lend" is where a walk ends."""
+    """Replace "{r.name}" by "{r}", and "{lend.name}", where a walk ends, by "{l}"."""
     return re.sub(r"\{(o|r)\.name\}", r"{\1}", text).replace("{lend.name}", "{l}")

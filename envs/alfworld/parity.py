@@ -1,8 +1,7 @@
-"""Parity of the native engine with TextWorld: the same games and commands, every answer compared, and both timed.
+"""Compare the native engine with TextWorld on the same games and commands, and time both.
 
-A walk is a game's stored walkthrough (or the expert's plan), then random commands: possible ones, with the verb drawn
-first so that heating or slicing are not outnumbered by the many ways to walk, and impossible or nonsensical ones. After
-every command text, admissible commands, `won` and all changing facts must be equal.
+A walk is a game's stored walkthrough (or the expert's plan), then random possible and impossible commands. After every
+command, text, admissible commands, `won` and all changing facts must be equal.
 """
 
 import copy
@@ -32,7 +31,7 @@ from envs.household.world import APPLIANCES, NOWHERE, Game, bits
 
 T = TypeVar("T")
 _APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
-# Weights of verbs; 2 for all others, which change something.
+# Weights of drawn verbs; 2 for all others, which change the state.
 _WEIGHT = {"go": 2.5, "look": 0.7, "examine": 0.7, "inventory": 0.2, "help": 0.05, "close": 1.0}
 IMPOSSIBLE = 0.15  # share of a random walk's commands that are not admissible
 NONSENSE = (
@@ -98,7 +97,7 @@ class NativeGame:
 
 @dataclass
 class ParityReport:
-    """The comparison of one game or many. `different` counts steps, each with one or more differences."""
+    """The comparison of one or several games; `different` counts steps with any difference."""
 
     steps: int = 0
     different: int = 0
@@ -115,12 +114,11 @@ class ParityReport:
 
 
 def find_games(root: Path) -> list[Path]:
-    """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError for none."""
+    """Find all `game.tw-pddl` below a folder, sorted by path. Raises: FileNotFoundError, if there are none."""
     games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
     if not games:
         raise FileNotFoundError(
-            f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "
-            "`memcompiler env export` has written"
+            f"no game.tw-pddl below {root}: name an ALFWORLD_DATA folder, or one that `memcompiler env export` wrote"
         )
     return games
 
@@ -132,7 +130,7 @@ def kind_of(path: Path) -> str:
 
 
 def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
-    """Choose games in a seeded order in which splits and task types alternate; repeated when too few."""
+    """Choose games in a seeded order in which splits and task types alternate; repeat them if there are too few."""
     groups: dict[str, list[Path]] = {}
     for path in games:
         groups.setdefault(kind_of(path), []).append(path)
@@ -145,7 +143,7 @@ def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
 def compare(
     games: Sequence[Path], steps: int, seed: int, per_game: int = 400, jobs: int = 1, plain: bool = False
 ) -> Iterator[ParityReport]:
-    """Compare `steps` steps, `per_game` in each game but the last; yield reports game by game, in order.
+    """Compare `steps` steps, `per_game` in each game except the last; yield a report per game, in order.
 
     Args:
         jobs: processes.
@@ -164,7 +162,7 @@ def compare(
 
 @contextmanager
 def memoised_textworld() -> Iterator[None]:
-    """Memoise TextWorld's parsers and copy its contexts shallowly (nothing in it changes their values)."""
+    """Memoise TextWorld's parsers and copy its contexts shallowly, for speed."""
     try:
         from textworld.envs.pddl import textgen
         from textworld.logic import Rule
@@ -214,7 +212,7 @@ def compare_game(path: Path, seed: int, steps: int) -> ParityReport:
 
 
 def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Generator[str, tuple[str, ...], None]:
-    """Yield the commands of one walk; `send` it the admissible commands after each."""
+    """Yield the commands of a walk; `send` the admissible commands after each."""
     admissible: tuple[str, ...] = ("look",)
     for command in walkthrough:
         admissible = yield command
@@ -236,7 +234,7 @@ def _possible(admissible: Sequence[str], draw: random.Random) -> str:
 
 
 def _impossible(game: Game, draw: random.Random) -> str:
-    """Draw a command that is rarely admissible: well formed about random things, misspelt, or nonsense."""
+    """Draw a command that is rarely admissible: about random things, misspelt, or nonsense."""
     item, other = draw.choice(game.items).name, draw.choice(game.items).name
     place = draw.choice(game.receptacles).name
     formed = (
@@ -261,12 +259,12 @@ def _impossible(game: Game, draw: random.Random) -> str:
 
 
 def _differences(where: str, theirs: EngineOutput, ours: EngineOutput) -> list[str]:
-    """Describe the answers in which the engines differ: text, admissible, won or facts."""
+    """Describe the outputs in which the engines differ: text, admissible, won or facts."""
     found = []
     for what in ("text", "admissible", "won", "facts"):
         expected, got = getattr(theirs, what), getattr(ours, what)
         if expected != got:
-            if what in ("admissible", "facts"):  # show the set differences alone
+            if what in ("admissible", "facts"):  # show only the set differences
                 expected, got = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
             found.append(f"{where}: {what}\n  textworld: {expected!r}\n  native:    {got!r}")
     return found
@@ -284,7 +282,7 @@ class Timing(NamedTuple):
 
 
 def measure(paths: Sequence[Path], steps: int, seed: int) -> tuple[Timing, Timing]:
-    """Time unchanged TextWorld and the native engine, alternating by game, on the same commands; return the means."""
+    """Time TextWorld and the native engine on the same commands, alternating by game; return the means."""
     theirs, ours = [], []
     for turn, path in enumerate(paths):
         commands, timing = _time_textworld(path, steps, random.Random(f"{seed} {turn}"))
@@ -317,7 +315,7 @@ def _time_textworld(path: Path, steps: int, draw: random.Random) -> tuple[list[s
 
 
 def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Timing:
-    """Time the agents' environment class, repeated for `least` seconds: one walk is too short."""
+    """Time the environment class that agents use, for at least `least` seconds."""
     load, game = _timed(lambda: _load(path))
     env = EngineEnvironment(cast(Games, SimpleNamespace(game=lambda _: (game, None))), images=False)
     task = Task(path.parent.name, game.task, scene="", split="", kind=game.goal.kind)

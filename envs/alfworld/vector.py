@@ -1,10 +1,9 @@
-"""ALFWorld's games as a vector environment of Gymnasium (extra `gym`), played side by side in one process.
+"""ALFWorld's games as a Gymnasium vector environment in one process (extra `gym`).
 
     import gymnasium
     envs = gymnasium.make_vec("envs.alfworld.vector:memcompiler/ALFWorld-v0", num_envs=64, split="train")
 
-A finished episode is replaced by the next game of the order at the next step (`AutoresetMode.NEXT_STEP`), which ignores
-its command.
+The step after an episode's end starts the next game and ignores its command (`AutoresetMode.NEXT_STEP`).
 """
 
 import os
@@ -22,7 +21,7 @@ from envs.alfworld.episodes import Episode, game_order
 from envs.alfworld.games import AlfworldGames
 
 ID = "memcompiler/ALFWorld-v0"
-LONGEST_TEXT, LONGEST_COMMAND = 8192, 256  # characters, far above those of any text and command
+LONGEST_TEXT, LONGEST_COMMAND = 8192, 256  # characters, far above any text's and command's
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -32,15 +31,16 @@ class AlfworldVectorEnv(VectorEnv):
     """`num_envs` games at a time, in an order drawn by `reset(seed=...)`.
 
     Observations and actions are tuples of strings. The reward is 1 when a game is won, which terminates it;
-    `max_episode_steps` truncates it. Infos, each an array with its mask as Gymnasium writes them: admissible_commands,
-    won, goal_condition_success_rate, extra.gamefile.
+    `max_episode_steps` truncates it. Infos, each an array with its mask: admissible_commands, won,
+    goal_condition_success_rate, extra.gamefile.
 
     Args:
         split: "train", "valid_seen", "valid_unseen", or a folder written by `memcompiler env export`.
         data_root: folder of json_2.1.1 (default: $ALFWORLD_DATA).
 
     Raises:
-        ValueError, FileNotFoundError: no such split, no games, or fewer than one environment.
+        ValueError: the split is unknown, or `num_envs` is below 1.
+        FileNotFoundError: there are no games.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AlfworldVectorEnv(VectorEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Start the next games; with a seed, the first of the seed's order. `options` are ignored."""
+        """Start the next games, or with a seed the first of its order; ignores `options`."""
         super().reset(seed=seed)
         if seed is not None or not self._episodes:
             self._order = game_order(self._files, int(self.np_random.integers(2**32)))
@@ -73,11 +73,11 @@ class AlfworldVectorEnv(VectorEnv):
         return self._seen()
 
     def step(self, actions: Sequence[str]) -> tuple[tuple[str, ...], Floats, Flags, Flags, dict[str, Any]]:
-        """Carry out one command per game; ValueError for another number of them, ResetNeeded before the first reset."""
+        """Carry out one command per game. Raises: ValueError, for another number of commands; ResetNeeded."""
         if not self._episodes:
             raise gymnasium.error.ResetNeeded("no live episodes: call reset() first")
         if len(actions) != self.num_envs:
-            raise ValueError(f"step takes {self.num_envs} commands, one a game, not {len(actions)}")
+            raise ValueError(f"step takes {self.num_envs} commands, one per game, not {len(actions)}")
         for i, (episode, command) in enumerate(zip(self._episodes, actions, strict=True)):
             if episode.done:
                 self._episodes[i] = self._next()

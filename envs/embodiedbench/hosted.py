@@ -1,10 +1,8 @@
-"""Code that runs in EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
+"""Hosts of EmbodiedBench's four environments (commit fc59f55): plain objects that run in EmbodiedBench's Python 3.9.
 
-Python 3.9; imports the standard library, EmbodiedBench, and its dependencies numpy and Pillow alone. Written against
-EmbodiedBench at commit fc59f55.
-
-An action is the text of a skill (or its number). Anything else never reaches the simulator: as in EmbodiedBench's own
-evaluators it counts as an invalid action, costs no environment step, and ends the episode at the invalid-action limit.
+The module imports only the standard library, EmbodiedBench, numpy and Pillow. An action is the text of a skill or its
+number. As in EmbodiedBench's evaluators, any other text counts as an invalid action, costs no environment step, and
+ends the episode at the limit of invalid actions.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from typing import Any
 from envs.embodiedbench import tasks as task_files
 
 START = "The episode begins. The picture shows what the robot sees."
-MAX_UNKNOWN_ACTIONS = 10  # in a row, where the environment class counts none itself (EB-Navigation's evaluator: 10)
-VOXELS, ANGLES = 100, 120  # EB-Manipulation: places are voxels of the table's space, angles steps of three degrees
+MAX_UNKNOWN_ACTIONS = 10  # in a row, if the environment class does not count them; as in EB-Navigation's evaluator
+VOXELS, ANGLES = 100, 120  # EB-Manipulation: largest voxel index, and largest angle in steps of 3 degrees
 
 
 def host(benchmark: str, **arguments: Any) -> HostedEmbodiedBench:
@@ -35,21 +33,20 @@ def host(benchmark: str, **arguments: Any) -> HostedEmbodiedBench:
 
 
 class HostedEmbodiedBench:
-    """One simulator of one benchmark, started at the first reset and again only when the next task needs another.
+    """One simulator of a benchmark, which the first reset starts, and a later one only if its task needs another.
 
-    The defaults are EB-ALFRED's and EB-Navigation's, which the other two override: a task is an entry in `env.dataset`,
-    so that one simulator plays every split.
+    The defaults are those of EB-ALFRED and EB-Navigation, where one simulator plays every split.
 
     Args:
-        home: the checkout of EmbodiedBench; "" where the package `embodiedbench` is installed from one.
+        home: the checkout of EmbodiedBench; "": that of the installed package `embodiedbench`.
         data_root: folder of task files; "": the checkout.
         resolution: side of the square picture, in pixels.
     """
 
-    plain = True  # dicts in and out, even where `envs.base` can be imported
+    plain = True  # takes and returns dicts, even if `envs.base` can be imported
     module = class_name = ""
     any_eval_set = "base"
-    one_for_all_sets = True  # False: each split needs its own simulator, which lists it
+    one_for_all_sets = True  # False: each split needs a simulator, which lists its tasks
 
     def __init__(self, name: str, home: str = "", data_root: str = "", resolution: int = 500) -> None:
         self.name, self.home, self.resolution = name, _checkout(home), resolution
@@ -60,12 +57,12 @@ class HostedEmbodiedBench:
         self._image: Any = None
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
-        """List a split from files where there are any, otherwise from the simulator (seconds to minutes)."""
+        """List a split from files if there are any, otherwise from the simulator (seconds to minutes)."""
         try:
             return task_files.list_tasks(self.name, split, self.data_root)
         except task_files.NoTaskFile as missing:
             if self.one_for_all_sets:
-                raise FileNotFoundError(str(missing)) from missing  # an exception type that the pool passes on
+                raise FileNotFoundError(str(missing)) from missing  # a type that the pool re-raises
             self._start(split)
             self._done = True  # listing may have ended a running episode
             return self.list_from_simulator(split)
@@ -77,8 +74,8 @@ class HostedEmbodiedBench:
         instruction = self.env.episode_language_instruction
         if instruction.strip() != task["goal"]:
             raise RuntimeError(
-                f"asked for the episode {task['goal']!r}, the simulator started {instruction!r}: the task files and"
-                " EmbodiedBench's data are not of one version; list the tasks again"
+                f"the simulator started the episode {instruction!r} instead of {task['goal']!r}: the versions of the"
+                " task files and of EmbodiedBench's data differ; list the tasks again"
             )
         self._unknown, self._success, self._progress, self._done = 0, False, 0.0, False
         return self._observation(START, pixels)
@@ -111,7 +108,7 @@ class HostedEmbodiedBench:
             self.env, self._eval_set = self.make(eval_set), eval_set
 
     def _count_invalid(self) -> bool:
-        """Count an invalid action, as EmbodiedBench's evaluators do; return whether that ends the episode."""
+        """Count an invalid action; return whether it ends the episode."""
         self._unknown += 1
         if not hasattr(self.env, "_cur_invalid_actions"):
             return self._unknown >= MAX_UNKNOWN_ACTIONS
@@ -119,7 +116,7 @@ class HostedEmbodiedBench:
         return self.env._cur_invalid_actions >= self.env._max_invalid_actions
 
     def _observation(self, text: str, pixels: Any) -> dict[str, Any]:
-        """Build an observation from `pixels` as the environment returned them; None: the last ones."""
+        """Build an observation from the environment's `pixels`; None: the last ones."""
         if pixels is not None:
             self._image, self._extra = _picture(self.camera(pixels)), self.extra_text()
         skills = self.skills()
@@ -137,10 +134,10 @@ class HostedEmbodiedBench:
             return importlib.import_module(self.module)
         except ImportError as error:
             what = f"{sys.executable} cannot import {self.module}: {error}"
-            raise ImportError(f"{what}; `memcompiler doctor` says what is missing") from error
+            raise ImportError(f"{what}; run `memcompiler doctor`") from error
 
     def select(self, task: dict[str, Any]) -> None:
-        """Make `env.reset()` start this task: all four count with `_current_episode_num`."""
+        """Make `env.reset()` start this task."""
         self.env.dataset, self.env.number_of_episodes, self.env._current_episode_num = [self.entry(task["data"])], 1, 0
 
     def entry(self, data: dict[str, str]) -> Any:
@@ -170,7 +167,7 @@ class _Alfred(HostedEmbodiedBench):
 
     def load(self) -> Any:
         module = super().load()
-        if os.environ.get("DISPLAY"):  # the module has display 1 built in
+        if os.environ.get("DISPLAY"):  # the module hard-codes display 1
             module.X_DISPLAY = os.environ["DISPLAY"].rsplit(":", 1)[-1].split(".")[0]
         return module
 
@@ -193,12 +190,12 @@ class _Habitat(HostedEmbodiedBench):
         file = Path(module.__file__).parent / "datasets" / f"{eval_set}.pickle"
         if not file.exists():
             raise FileNotFoundError(f"EB-Habitat has no data set {file}")
-        if eval_set not in module.ValidEvalSets:  # its list has the test sets alone; training sets load the same way
+        if eval_set not in module.ValidEvalSets:  # lists only test sets, but training sets load, too
             module.ValidEvalSets.append(eval_set)
         return module.EBHabEnv(eval_set=eval_set, resolution=self.resolution)
 
     def select(self, task: dict[str, Any]) -> None:
-        """Find the episode by its content: habitat shuffles its episodes when it loads them."""
+        """Find the episode by its content, since habitat shuffles episodes when it loads them."""
         for index, episode in enumerate(self.env.dataset.episodes):
             if task_files.fingerprint(_record(episode)) == task["data"]["fingerprint"]:
                 _habitat_core(self.env).current_episode = episode  # habitat's API to choose the next episode
@@ -207,13 +204,13 @@ class _Habitat(HostedEmbodiedBench):
         raise RuntimeError(f"EB-Habitat's data set holds no episode {task['id']} ({task['goal']!r})")
 
     def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
-        """List in the file's order, which EmbodiedBench stores as the episodes' numbers."""
+        """List episodes by number, which is the file's order."""
         episodes = sorted(self.env.dataset.episodes, key=lambda episode: int(episode.episode_id))
         return [task_files.habitat_task(_record(episode), split) for episode in episodes]
 
 
 class _Manipulation(HostedEmbodiedBench):
-    """Actions of seven integers: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
+    """EB-Manipulation, whose actions are x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees) and gripper."""
 
     module, one_for_all_sets = "embodiedbench.envs.eb_manipulation.EBManEnv", False
 
@@ -226,7 +223,7 @@ class _Manipulation(HostedEmbodiedBench):
         self.env._current_episode_num = int(task["data"]["index"])
 
     def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
-        """Load each scene once: only the scene files hold the instructions."""
+        """Load each scene once, since only scene files hold the instructions."""
         listed, env = [], self.env
         for index in range(env.number_of_episodes):
             env._current_episode_num = index
@@ -250,7 +247,7 @@ class _Manipulation(HostedEmbodiedBench):
         return None
 
     def skill(self, action: str) -> list[int] | None:
-        """Parse "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
+        """Parse "[48, 20, 17, 0, 60, 90, 1]", with or without brackets; None for any other text or range."""
         match = re.fullmatch(r"\D*?(-?\d+(?:\s*,\s*-?\d+){6})\D*", action.strip())
         if not match:
             return None
@@ -268,7 +265,7 @@ class _Manipulation(HostedEmbodiedBench):
         return self.env.last_frame_obs.get("front_rgb")
 
     def extra_text(self) -> str:
-        """List the objects' positions: the benchmark's own prompt does, and no action could be aimed without."""
+        """List the objects' positions, as the benchmark's prompt does."""
         utilities = importlib.import_module("embodiedbench.envs.eb_manipulation.eb_man_utils")
         seen = copy.deepcopy(self.env.last_frame_obs)  # the function below changes its argument
         places = utilities.form_object_coord_for_input(seen, self.env.task_class, ["front_rgb"])[0]
@@ -289,7 +286,9 @@ def _checkout(home: str) -> str:
     if home:
         folder = Path(home).resolve()
         if not (folder / "embodiedbench").is_dir():
-            raise FileNotFoundError(f"{folder} holds no folder 'embodiedbench': name a checkout of EmbodiedBench")
+            raise FileNotFoundError(
+                f"{folder} holds no folder 'embodiedbench': set home to a checkout of EmbodiedBench"
+            )
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
         return str(folder)
@@ -298,13 +297,13 @@ def _checkout(home: str) -> str:
     if not places:
         raise ModuleNotFoundError(
             f"{sys.executable} has no package 'embodiedbench': run `pip install -e .` in its checkout with that Python,"
-            " or name the checkout as home"
+            " or set home to the checkout"
         )
     return str(Path(places[0]).resolve().parent)
 
 
 def skill_index(action: str, skills: list[str]) -> int | None:
-    """Find the skill of a text: exactly, or without case, articles and punctuation, or by number."""
+    """Find the skill that a text names exactly, or without case, articles and punctuation, or by number."""
     text = action.strip()
     with contextlib.suppress(ValueError):
         return skills.index(text)
@@ -323,7 +322,7 @@ def _plain(text: str) -> str:
 
 
 def _picture(pixels: Any) -> Any:
-    """Convert an array of height x width x 1, 3 or 4 (bytes, floats in [0, 1], or a torch tensor) to a PIL image."""
+    """Convert an array or tensor (height, width, 1, 3 or 4) of bytes or floats in [0, 1] to a PIL image."""
     if pixels is None:
         return None
     import numpy
@@ -336,11 +335,11 @@ def _picture(pixels: Any) -> Any:
 
 
 def _habitat_core(env: Any) -> Any:
-    """Find habitat's own environment below EmbodiedBench's and gym's wrappers."""
+    """Return habitat's environment inside EmbodiedBench's and gym's wrappers."""
     layer = env.env
     while not hasattr(layer, "habitat_env"):
         if not hasattr(layer, "env"):
-            raise RuntimeError("this habitat-lab is laid out otherwise: EmbodiedBench asks for version 0.3.0")
+            raise RuntimeError("unknown structure of habitat-lab: EmbodiedBench needs version 0.3.0")
         layer = layer.env
     return layer.habitat_env
 

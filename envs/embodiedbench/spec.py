@@ -1,7 +1,7 @@
 """Settings, installation check and launcher of EmbodiedBench's four benchmarks.
 
-Tasks in files are listed without EmbodiedBench; EB-Manipulation's, and EB-Habitat's from its own pickles, are listed by
-a worker. Pickles are opened by EmbodiedBench in its own process alone.
+Tasks in files are listed without EmbodiedBench. A worker lists EB-Manipulation's, and EB-Habitat's from its pickles,
+which only EmbodiedBench's process opens.
 """
 
 import json
@@ -33,26 +33,31 @@ class EmbodiedBenchSettings(EnvSettings):
     """Settings of one of the four benchmarks, with a simulator in every worker."""
 
     name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the benchmark."""
     HOW = EnvSettings.HOW | {"data_root", "python", "home"}
-    data_root: PathName | None = None  # folder of task files (see `tasks`; default: `home`)
-    python: PathName | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
-    home: PathName | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it)
-    resolution: int = Field(default=500, ge=64)  # side of the square picture, pixels
+    data_root: PathName | None = None
+    """Folder of task files (`envs/embodiedbench/tasks.py`); null: `home`."""
+    python: PathName | None = None
+    """EmbodiedBench's Python interpreter; null: the benchmark's environment variable (`INSTALLATIONS`)."""
+    home: PathName | None = None
+    """EmbodiedBench's checkout; null: $EMBODIEDBENCH_HOME, or the one that its Python imports."""
+    resolution: int = Field(default=500, ge=64)
+    """Side of the square picture in pixels."""
 
     @model_validator(mode="after")
     def _has_workers(self) -> Self:
         if self.workers == 0:
-            raise ValueError(f"{self.name} plays in a Python of its own: workers must be at least 1")
+            raise ValueError(f"{self.name} plays in EmbodiedBench's Python: workers must be at least 1")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Requirements of one benchmark: EmbodiedBench needs three conda environments for its four."""
+    """Requirements of one benchmark; EmbodiedBench has three conda environments for its four benchmarks."""
 
     variable: str  # environment variable with the interpreter
     conda: str  # EmbodiedBench's name of the conda environment
-    modules: tuple[str, ...]  # imports of its environment class besides `_SHARED_MODULES`, the simulator first
+    modules: tuple[str, ...]  # imports of its environment class, besides `_SHARED_MODULES`; the simulator first
     data: str = ""  # data to download into the checkout, below embodiedbench/envs; "": none
 
 
@@ -70,7 +75,7 @@ INSTALLATIONS: Mapping[str, Installation] = {
 
 
 def interpreter(benchmark: str, python: str | None = None) -> str:
-    """Return EmbodiedBench's Python for this benchmark; FileNotFoundError where none is set or it cannot run."""
+    """Return EmbodiedBench's Python for a benchmark. Raises: FileNotFoundError, if it is not set or cannot run."""
     place = INSTALLATIONS[benchmark]
     named = python or _variable(place.variable)
     if not named:
@@ -80,15 +85,13 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
         )
     found = shutil.which(named)
     if not found:
-        raise FileNotFoundError(
-            f"{named} is no program that can be run: set {place.variable} to EmbodiedBench's Python"
-        )
+        raise FileNotFoundError(f"{named} is not executable: set {place.variable} to EmbodiedBench's Python")
     return found
 
 
 def worker_variables(benchmark: str) -> dict[str, str]:
-    """Return the environment variables of its simulator: an X display, and the folder of CoppeliaSim."""
-    variables = {"DISPLAY": os.environ.get("DISPLAY") or ":1"}  # 1 is what EmbodiedBench's startx opens
+    """Return a simulator's environment variables: the X display, and the folder of CoppeliaSim."""
+    variables = {"DISPLAY": os.environ.get("DISPLAY") or ":1"}  # EmbodiedBench's startx opens display 1
     simulator = _variable("COPPELIASIM_ROOT")
     if benchmark == "eb_manipulation" and simulator:
         libraries = [simulator, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
@@ -97,7 +100,7 @@ def worker_variables(benchmark: str) -> dict[str, str]:
 
 
 def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
-    """Return how to start a worker. Raises as `interpreter`."""
+    """Return the worker of the settings. Raises: FileNotFoundError, if EmbodiedBench's Python is not set."""
     home, data_root = _home(settings), settings.data_root
     arguments = {
         "benchmark": settings.name,
@@ -114,16 +117,16 @@ def _home(settings: EmbodiedBenchSettings) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return the path in an environment variable, or ""."""
+    """Return the path in an environment variable; "" if it is not set."""
     return expand_home(os.environ.get(name, ""))
 
 
 def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None:
-    """List a split from the official files, in their order; None where only the simulator can.
+    """List a split from the official files, in their order; None if only the simulator can list it.
 
     Raises:
-        ValueError: unknown split.
-        FileNotFoundError: no task files, and no EmbodiedBench installation; the message says what to set.
+        ValueError: the split is unknown.
+        FileNotFoundError: there are neither task files nor EmbodiedBench's Python; the message names the settings.
     """
     root = settings.data_root or _home(settings)
     try:
@@ -136,7 +139,7 @@ def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None
         return None
 
 
-# Run by EmbodiedBench's own Python: import the named modules, then report where they are.
+# Code for EmbodiedBench's Python: import the named modules, then report the version and the package's folder.
 _IMPORT_ALL = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -147,7 +150,7 @@ print(json.dumps({"python": sys.version.split()[0], "package": list(embodiedbenc
 
 
 def import_all(benchmark: str, seconds: float = 100.0) -> str:
-    """Import the simulator in its own Python, and look for the data to download into the checkout."""
+    """Check that EmbodiedBench's Python imports the simulator and that the checkout has its data."""
     place = INSTALLATIONS[benchmark]
     if not os.environ.get(place.variable):
         raise NotInstalled(f"{place.variable} is not set")
@@ -166,10 +169,10 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"its Python imports for more than {seconds:g} s") from None
+            raise RuntimeError(f"its Python did not import in {seconds:g} s") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"its Python says: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(f"its Python failed: {lines[-1]}")
     found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
     if place.data and not Path(found["package"], "envs", place.data).exists():
         raise NotInstalled(f"embodiedbench/envs/{place.data} is not in the checkout")
@@ -199,14 +202,13 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
-        lists_commands=benchmark != "eb_manipulation",  # the scene's skills must be matched word by word
+        lists_commands=benchmark != "eb_manipulation",  # since actions must match the scene's skills
         compiler_instructions=COMPILING[benchmark],
     )
 
 
 EB_ALFRED = _spec("eb_alfred", ALFRED, (*_SHARED, "spatial"), episode="disjoint")
-# The paper's test set adds 5 object categories to the 28 of training; the official files name 33 in all, so that most
-# tasks are about known ones.
+# "novel", since most tasks are about known objects: the paper's test set adds 5 categories to training's 28.
 EB_HABITAT = _spec(
     "eb_habitat", HABITAT, (*_SHARED, "spatial_relationship"), object="novel", template="disjoint", scene="disjoint"
 )

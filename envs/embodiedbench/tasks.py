@@ -1,14 +1,14 @@
-"""EmbodiedBench's task files as task records (the fields of `envs.base.Task` in a dict), without its simulators.
+"""Reader of EmbodiedBench's task files, which returns dicts with the fields of `envs.base.Task`.
 
-Standard library and Python 3.9 only: both our Python and EmbodiedBench's import it. Two layouts of `data_root` work:
+Our Python and EmbodiedBench's import it: standard library and Python 3.9 only. `data_root` has one of two layouts:
 
 | | a checkout of EmbodiedBench | a folder of extracted files |
 |---|---|---|
 | EB-ALFRED | `embodiedbench/envs/eb_alfred/data/splits/splits.json` | `eb_alfred/splits.json` |
 | its annotations (for `train`) | `embodiedbench/envs/eb_alfred/data/json_2.1.0` | `eb_alfred/json_2.1.0` |
-| EB-Habitat | pickles: read by the simulator's own process only | `eb_habitat/<split>.json` |
+| EB-Habitat | pickles: only the simulator's process reads them | `eb_habitat/<split>.json` |
 | EB-Navigation | `embodiedbench/envs/eb_navigation/datasets/<split>.json` | `eb_navigation/<split>.json` |
-| EB-Manipulation | scene files: read by the simulator's own process only | |
+| EB-Manipulation | scene files: only the simulator's process reads them | |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPLITS = {
     "eb_manipulation": ("base", "common_sense", "complex", "spatial", "visual"),
 }
 
-# Names of places in EB-Habitat's instructions, which a template replaces, as it does objects.
+# Names of places in EB-Habitat's instructions, which templates replace.
 PLACES = re.compile(
     r"\b(?:(?:left|right) (?:kitchen )?counter|(?:brown|black) table|tv stand|sofa|sink|fridge|refrigerator"
     r"|(?:left|right) drawer|cabinet(?: \d+)?)\b"
@@ -51,22 +51,22 @@ PLACES = re.compile(
 
 
 class NoTaskFile(LookupError):
-    """No readable file lists the tasks; the running simulator (or more data) can."""
+    """No readable file lists the tasks; the running simulator, or more data, can."""
 
 
 def list_tasks(benchmark: str, split: str, data_root: str) -> list[dict[str, Any]]:
-    """List a split, in the order of the official files.
+    """List a split in the order of the official files.
 
     Raises:
-        ValueError: for an unknown benchmark or split.
-        NoTaskFile: when `data_root` holds no readable file for it.
+        ValueError: the benchmark or split is unknown.
+        NoTaskFile: `data_root` holds no readable file of it.
     """
     if benchmark not in SPLITS:
         raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(SPLITS)}")
     if split not in SPLITS[benchmark]:
         raise ValueError(f"{benchmark} has no split {split!r}; it has: {', '.join(SPLITS[benchmark])}")
     if benchmark == "eb_manipulation":
-        raise NoTaskFile("EB-Manipulation keeps its instructions in its simulator's scene files")
+        raise NoTaskFile("EB-Manipulation's instructions are in its simulator's scene files")
     if not data_root:
         raise NoTaskFile("no data_root given")
     root = Path(data_root)
@@ -98,13 +98,13 @@ def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[st
     """Create a task of ALFRED's folder `name`, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
     episode = f"{name}#{repeat}"
     scene, kind = f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}", name.split("-", 1)[0]
-    # The unchanged instruction: the benchmark's own entry consists of these three.
+    # These three are the benchmark's entry, with the instruction unchanged.
     data = {"task": name, "repeat_idx": str(repeat), "instruction": instruction}
     return task(episode, instruction, scene=scene, split=split, kind=kind, data=data, isolation={"episode": [episode]})
 
 
 def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
-    """List a test set; "train" (paper C.1) is every annotation of json_2.1.0 except the test sets' pairs."""
+    """List a test set, or "train" (paper C.1): every annotation of json_2.1.0 except the test sets' pairs."""
     splits = _read(root, "eb_alfred/splits.json", "embodiedbench/envs/eb_alfred/data/splits/splits.json")
     if split != "train":
         return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in splits[split]]
@@ -114,15 +114,15 @@ def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*/*/pp/ann_*.json")):
         name, repeat = "/".join(path.parts[-4:-2]), int(path.stem.split("_")[1])
         if (name, repeat) not in held_out:
-            said = json.loads(path.read_text(encoding="utf-8"))["turk_annotations"]["anns"]
-            tasks.append(alfred_task(name, repeat, said[repeat]["task_desc"], "train"))
+            annotations = json.loads(path.read_text(encoding="utf-8"))["turk_annotations"]["anns"]
+            tasks.append(alfred_task(name, repeat, annotations[repeat]["task_desc"], "train"))
     if not tasks:
         raise NoTaskFile(f"no <task>/<trial>/pp/ann_<n>.json below {folder}: download the EB-ALFRED data set there")
     return tasks
 
 
 def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
-    """Create a task from an episode's record, of a file or of the running simulator's data set."""
+    """Create a task from an episode's record in a file or in the running simulator's data set."""
     # v3_sc<apartment>_staging_<furniture>: the layout that persists across episodes
     instruction, layout = episode["instruction"], Path(episode["scene_id"]).name.split(".")[0]
     objects, mark = object_categories(episode), fingerprint(episode)
@@ -142,13 +142,14 @@ def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def fingerprint(episode: dict[str, Any]) -> str:
-    """Hash an episode's content. EmbodiedBench renumbers and shuffles episodes when it loads them."""
-    said = [episode["instruction"], episode["scene_id"], [[str(p) for p in step] for step in episode["subgoals"] or []]]
-    return hashlib.sha256(json.dumps(said).encode("utf-8")).hexdigest()[:12]
+    """Hash an episode's content, since EmbodiedBench renumbers and shuffles episodes when it loads them."""
+    subgoals = [[str(p) for p in step] for step in episode["subgoals"] or []]
+    content = [episode["instruction"], episode["scene_id"], subgoals]
+    return hashlib.sha256(json.dumps(content).encode("utf-8")).hexdigest()[:12]
 
 
 def object_categories(episode: dict[str, Any]) -> list[str]:
-    """Return the categories that the goal quantifies over or its sampler named, e.g. ["toy airplane"]."""
+    """Return the object categories in the goal or its sampled entities, e.g. ["toy airplane"]."""
     found = {name for name in episode["sampled_entities"].values() if not name.startswith("receptacle_")}
     pending = [episode["goal_preds"]]
     while pending:
@@ -159,7 +160,7 @@ def object_categories(episode: dict[str, Any]) -> list[str]:
 
 
 def instruction_template(instruction: str, objects: list[str]) -> str:
-    """Replace object and place names of an instruction: "move a <object> to the <place>"."""
+    """Replace names of objects and places in an instruction: "move a <object> to the <place>"."""
     text = " ".join(re.findall(r"[a-z0-9'-]+", instruction.lower()))
     for name in sorted(objects, key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}s?\b", "<object>", text)

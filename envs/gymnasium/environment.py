@@ -1,8 +1,8 @@
-"""Any text-based Gymnasium environment as an `Environment` (extra `gym`); its settings and spec.
+"""Adapter of text-based Gymnasium environments (extra `gym`); settings and spec.
 
-Observations are strings, or dicts with the text under one key (and a picture under another). Actions are strings (a
-Text space) or a Discrete space with named actions. A task is one seed: equal seed and options are the same episode, so
-they are what training and evaluation must not share.
+Observations are strings, or dicts with the text under one key and possibly a picture under another. Actions are strings
+(a Text space) or named actions of a Discrete space. A task is one seed; equal seed and options give the same episode,
+so training and evaluation must not share them.
 """
 
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def _name_of_action(name: str) -> str:
     if not name or name != without_newlines(name).strip():
-        raise ValueError(f"an action's name must be one line without white space around it, received {name!r}")
+        raise ValueError(f"an action's name must be one line without surrounding white space, received {name!r}")
     return name
 
 
@@ -39,44 +39,55 @@ class GymnasiumSplit(Settings):
     """One task per seed, each reset with the same options."""
 
     seeds: tuple[NonNegativeInt, ...] = Field(min_length=1)
-    options: dict[str, JsonValue] = Field(default={})  # for `reset`
+    """Seeds, each of which is one task."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Options of `reset`, equal for all seeds."""
 
 
 class GymnasiumKeys(Settings):
-    """Keys under which an environment returns each value; null where it does not."""
+    """Keys under which an environment returns each value; null: it does not return the value."""
 
-    text: str = "text"  # in a dict observation
-    image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
-    goal: str | None = None  # in a dict observation or in info; read by one reset per task
-    admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
-    progress: str | None = None  # in info of every step: share of goal conditions met
-    success: str | None = None  # in info of every step; without it, success is to terminate with a positive reward
+    text: str = "text"
+    """Text, in a dict observation."""
+    image: str | None = None
+    """Picture, in a dict observation: uint8, (height, width, 3) or (height, width)."""
+    goal: str | None = None
+    """Goal, in a dict observation or in info; read by one reset per task."""
+    admissible: str | None = None
+    """Admissible actions, in info or a dict observation: names, or a 0/1 mask over a Discrete space."""
+    progress: str | None = None
+    """Share of goal conditions met, in info of every step."""
+    success: str | None = None
+    """Success, in info of every step; null: an episode succeeds if it terminates with a positive reward."""
 
 
 class GymnasiumConfig(Settings):
     """Any text environment that `gymnasium.make` knows (extra `gym`)."""
 
     id: str = Field(min_length=1)
+    """Name for `gymnasium.make`."""
     splits: dict[str, GymnasiumSplit] = Field(min_length=1)
-    goal: str = ""  # of every task, unless keys.goal says where each has its own
-    actions: tuple[
-        Annotated[str, AfterValidator(_name_of_action)], ...
-    ] = ()  # names of a Discrete space's actions, in the order of their numbers
+    """Splits by name; the first is the evaluation split."""
+    goal: str = ""
+    """Goal of every task; unused if `keys.goal` is set."""
+    actions: tuple[Annotated[str, AfterValidator(_name_of_action)], ...] = ()
+    """Names of a Discrete space's actions, in the order of their numbers."""
     keys: GymnasiumKeys = GymnasiumKeys()
+    """Keys of the values that the environment returns."""
 
 
 class GymnasiumTextEnvironment:
-    """A text-based Gymnasium environment behind the contract of `envs.base.Environment`.
+    """A text-based Gymnasium environment as an `envs.base.Environment`.
 
-    An invalid action never reaches the environment: the answer says so, and the episode continues. Exceptions of the
-    environment are raised as `EnvironmentFailure`.
+    The environment never receives an invalid action, which the answer reports. Exceptions of the environment become
+    `EnvironmentFailure`.
 
     Args:
         config: `GymnasiumConfig`, or its fields as JSON values.
-        make: factory, where `gymnasium.make` does not know the id.
+        make: factory of an environment that is not registered with Gymnasium.
 
     Raises:
-        ValueError: no goal.
+        ValueError: the config has no goal.
     """
 
     def __init__(
@@ -85,12 +96,12 @@ class GymnasiumTextEnvironment:
         self._config, self._make = GymnasiumConfig.model_validate(config), make
         self.name, self._keys, self._actions = self._config.id, self._config.keys, self._config.actions
         if not self._config.goal and self._keys.goal is None:
-            raise ValueError("an agent needs a goal: give goal, or name the key that holds it (keys.goal)")
+            raise ValueError("an agent needs a goal: set goal, or the key that holds it (keys.goal)")
         self._env: gymnasium.Env | None = None
         self._live: Transition | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List one task per seed, in the order of the seeds; ValueError for an unknown split, or a repeated seed."""
+        """List one task per seed, in order. Raises: ValueError, for an unknown split or a repeated seed."""
         if (episodes := self._config.splits.get(split)) is None:
             raise ValueError(f"no split {split!r}; there are {', '.join(self._config.splits)}")
         if len(set(episodes.seeds)) < len(episodes.seeds):
@@ -105,7 +116,7 @@ class GymnasiumTextEnvironment:
         return self._live.observation
 
     def step(self, action: str) -> Transition:
-        """Carry out one action, given by its text or name."""
+        """Carry out one action, given as text or name."""
         if self._live is None or self._live.done:
             raise EnvironmentFailure("no live episode: call reset(task) first")
         env = self._opened()
@@ -139,17 +150,17 @@ class GymnasiumTextEnvironment:
         return self._live
 
     def expert(self) -> list[str] | None:
-        return None  # Gymnasium has no notion of one
+        return None  # Gymnasium has no experts
 
     def close(self) -> None:
-        """Close the environment; `reset` creates a new one."""
+        """Close the environment; `reset` creates another."""
         env, self._env, self._live = self._env, None, None
         if env is not None:
             with _failures(self.name):
                 env.close()
 
     def _opened(self) -> "gymnasium.Env":
-        """Create the environment at first use, and check that its actions are text or a named Discrete space."""
+        """Create the environment at first use, and check its action space."""
         if self._env is None:
             try:
                 import gymnasium
@@ -162,10 +173,12 @@ class GymnasiumTextEnvironment:
             if n is None and not isinstance(space, gymnasium.spaces.Text):
                 raise EnvironmentFailure(f"{self.name}: actions must be a Text or a Discrete space, not {space}")
             if n is None and self._actions:
-                raise EnvironmentFailure(f"{self.name} takes text: leave out actions, which name a Discrete space's")
+                raise EnvironmentFailure(
+                    f"{self.name} takes text: remove actions, which are names for a Discrete space"
+                )
             if n is not None and (len(self._actions) != n or len(set(self._actions)) != n):
                 raise EnvironmentFailure(
-                    f"{self.name} has {n} actions: give {n} different names (actions=...), not {len(self._actions)}"
+                    f"{self.name} has {n} actions: set actions to {n} different names, not {len(self._actions)}"
                 )
             self._env = env
         return self._env
@@ -200,13 +213,11 @@ class GymnasiumTextEnvironment:
             return Observation(text, image, self._actions or None)
         listed = self._admissible(self._find("admissible", info, observation))
         if not listed and not done:
-            raise EnvironmentFailure(
-                f"{self.name}: {keys.admissible!r} leaves no action in an episode that is not over"
-            )
+            raise EnvironmentFailure(f"{self.name}: {keys.admissible!r} lists no action in an episode that is not over")
         return Observation(text, image, listed)
 
     def _admissible(self, found: Any) -> tuple[str, ...]:
-        """Read names, or a mask over the named actions."""
+        """Convert names, or a mask over the named actions, to names."""
         listed = list(map(_scalar, found)) if isinstance(found, Iterable) and not isinstance(found, str) else [None]
         if self._actions and listed and len(listed) == len(self._actions) and all(map(_is_flag, listed)):
             return tuple(name for name, possible in zip(self._actions, listed, strict=True) if possible)
@@ -229,7 +240,7 @@ class GymnasiumTextEnvironment:
             else f"a {type(place).__name__}"
             for place in places
         )
-        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({there}): set keys.{setting}")
+        raise EnvironmentFailure(f"{self.name}: it returned no {key!r} ({there}): set keys.{setting}")
 
     def _text(self, setting: str, value: Any) -> str:
         if isinstance(value, str):
@@ -254,7 +265,7 @@ class GymnasiumTextEnvironment:
 
 
 def _scalar(value: Any) -> Any:
-    """Convert a scalar of NumPy or the like to a Python value; return anything else unchanged."""
+    """Convert a NumPy or similar scalar to a Python value; return other values unchanged."""
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):
         return value.item()
     return value
@@ -280,15 +291,19 @@ def _picture(pixels: Any) -> "Image":
     try:
         values = np.asarray(pixels)
         if values.dtype.kind not in "ui" or (values.size and not 0 <= values.min() <= values.max() <= 255):
-            raise ValueError(f"values of type {values.dtype}, which must be integers from 0 to 255")
+            raise ValueError(f"values of type {values.dtype} instead of integers from 0 to 255")
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(f"not a picture of shape (height, width, 3): {error}") from error
 
 
 class GymnasiumSettings(EnvSettings):
+    """Settings of a Gymnasium environment."""
+
     name: Literal["gymnasium"] = "gymnasium"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the environment."""
     gymnasium: GymnasiumConfig
+    """The Gymnasium environment, its splits and its keys."""
 
     @model_validator(mode="before")
     @classmethod

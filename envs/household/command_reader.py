@@ -1,4 +1,4 @@
-"""Command readers of ALFWorld's language: where kinds of objects were found, and what was done with them."""
+"""Command readers of ALFWorld's language: places and treatments of kinds of objects."""
 
 import re
 from collections.abc import Sequence
@@ -31,13 +31,12 @@ def location(scene: str, thing: str, place: str) -> str:
 
 
 def take_command(thing: str, place: str) -> str:
-    """Write the command that takes a thing ("mug 1") from its remembered place, for entries of episodes that saw it
-    there without taking it."""
+    """Write the command that takes a thing ("mug 1") from a place where an episode saw it."""
     return f"take {thing} from {place}"
 
 
 def subgoals(plan: Sequence[str]) -> list[str]:
-    """List the remaining subgoals, as the Brief State names them: find mug, heat mug, put mug in cabinet."""
+    """List the remaining subgoals in the Brief State's words: find mug, heat mug, put mug in cabinet."""
     goals: list[str] = []
     for command in plan:
         if m := TAKE.fullmatch(command):
@@ -52,40 +51,40 @@ def subgoals(plan: Sequence[str]) -> list[str]:
 
 
 class HouseholdReader(CommandReader):
-    """Reader for generated homes: memory tells where a kind of object is in this very home. Other homes' layouts are
-    uninformative, and every home has its appliances in plain view."""
+    """Reader for generated homes, where memory gives places of objects in the same home only; appliances are always in
+    view."""
 
     follows_recipes = False
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
-        """List where things were taken."""
+        """List taken things with their places."""
         return [Fact(f"find {m['thing']}", m["place"]) for a in actions if (m := TAKE.fullmatch(a))]
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return what is to be found next, and where it is."""
+        """Return the next thing to find and its place."""
         first = subgoals(plan)[:1]
         return next((fact for fact in self.facts(plan) if [fact.need] == first), None)
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
-        """List what is left; the goal's own words suffice."""
+        """List the remaining subgoals, which need no other words than the goal's."""
         return subgoals(plan)
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that the view names as reached or open."""
+        """Return the places that the view shows as reached or open."""
         return frozenset(m["place"] for form in (_SEEN_AT, ARRIVED) for m in form.finditer(observation))
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the visible place that does not hold the thing."""
+        """Return the visible place if it does not hold the thing."""
         seen = _SEEN_AT.search(observation)
         return "" if seen is None or re.search(rf"\b{self.thing(need)} \d", observation) else seen["place"]
 
     def filled(self, action: str) -> tuple[str, str]:
-        """Return the place that something was put in, and the thing."""
+        """Return the place and the thing of a put."""
         put = PUT.fullmatch(action)
         return (put["place"], put["thing"]) if put else ("", "")
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that were visited and opened."""
+        """Return the places that the agent visited and opened."""
         opened = (c.removeprefix("open ") for c in history if c.startswith("open "))
         return frozenset(place for place in opened if f"{_GO}{place}" in history)
 
@@ -93,23 +92,23 @@ class HouseholdReader(CommandReader):
         return need.removeprefix("find ")
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Write where the thing was."""
+        """Write a thing's place."""
         return location(scene, self.thing(need), place)
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Write where the first thing was."""
+        """Write the first thing's place."""
         fact = first_taken(actions)
         return location(scene, *fact) if fact else ""
 
 
 class AlfworldReader(HouseholdReader):
-    """Reader for real games, whose scenes are alike: where a mug was in other kitchens suggests where to look in this
-    one. Lamps have to be found, too, and appliances visited."""
+    """Reader for real games, where places of objects in other scenes suggest where to look; lamps and appliances are
+    needs, too."""
 
     alike = True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
-        """List where things were taken, lamps used and objects heated, cooled or cleaned."""
+        """List the places of taken things, used lamps and treatments."""
         found, at = list[Fact](), ""
         for command in actions:
             if command.startswith(_GO):
@@ -123,16 +122,16 @@ class AlfworldReader(HouseholdReader):
         return found
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return what the next subgoal needs (a thing, a lamp or an appliance), and where it is."""
+        """Return the thing, lamp or appliance that the next subgoal needs, and its place."""
         first = next((i for i, command in enumerate(plan) if subgoals([command])), len(plan))
         return next(iter(self.facts(plan[: first + 1])), None)
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the visible place that does not hold the thing; appliances hold nothing searched for."""
+        """Return the visible place if it does not hold the thing; "" for an appliance."""
         return super().lacking(need, observation) if need.startswith("find ") else ""
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the places that were looked into, except one that something was last taken from: it may hold more."""
+        """Return the searched places, except those from which something was taken since: they may hold more."""
         done = set[str]()
         for command in history:
             if m := TAKE.fullmatch(command):
@@ -149,12 +148,12 @@ class AlfworldReader(HouseholdReader):
         return list(dict.fromkeys(re.findall(rf"\b{kind} \d+\b", text)))
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Write where the thing was, or which appliance served to heat, cool or clean."""
+        """Write a thing's place, or the appliance of a treatment."""
         if need.startswith("find "):
             return super().sentence(scene, need, place)
         return f"in {scene} {place} was used to {need}"
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
-        """Write where each thing was."""
+        """Write each thing's place."""
         found = dict.fromkeys(fact for fact in self.facts(actions) if fact.need.startswith("find "))
         return "; ".join(self.sentence(scene, fact.need, fact.place) for fact in found)

@@ -1,8 +1,7 @@
-"""Rules and texts of the household: which commands are possible, their effects and the game's answers.
+"""Rules and texts of the household: possible commands, their effects and the game's answers.
 
-The rules are those of ALFWorld's PDDL domain and the sentences those of its grammar, written as plain code instead of
-being planned and derived: a step takes tens of microseconds. Quirks of the original are reproduced (a lamp that never
-says it is off, "Next to it, you see ..." for things whose recorded place is out of step).
+Implements the rules of ALFWorld's PDDL domain and the sentences of its grammar, including their quirks; a step takes
+tens of microseconds.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ NOTHING_HAPPENS = "Nothing happens."
 
 
 class Engine:
-    """Plays one `Game`. It holds tables alone: states are passed in, so one engine serves many branches."""
+    """Engine of one `Game`; it holds no state, so that it can serve several branches."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
@@ -34,7 +33,7 @@ class Engine:
         self._fits = [by_type[receptacle.type] for receptacle in game.receptacles]  # masks by receptacle
         self._treatable = {verb: _mask(getattr(item, f"{verb}able") for item in game.items) for verb in APPLIANCES}
         self._of_type = {kind: _mask(item.type == kind for item in game.items) for kind in {i.type for i in game.items}}
-        # Commands that depend on the location alone, cached at the first visit.
+        # Commands that depend on the location only, cached at the first visit.
         self._common: dict[int, dict[str, Command]] = {}
 
     # Possible commands -----------------------------------------------------------------------------------------
@@ -44,12 +43,12 @@ class Engine:
         return self.game.start.copy()
 
     def intro(self) -> str:
-        """Describe the room as first seen, in ALFWorld's words, or the view where the agent starts facing something."""
+        """Describe the room at the start, or the view if the agent starts in front of a place."""
         facing = self.here(self.game.start)
         return self._look(self.game.start) if facing else f"You are in the middle of a room. {self._places()}"
 
     def again(self, state: State) -> str:
-        """Describe the room during an episode: its places, and what the agent faces."""
+        """Describe the room's places and the view during an episode."""
         return f"{self._places()} {self._look(state)}" if self.here(state) else self.intro()
 
     def _places(self) -> str:
@@ -61,7 +60,7 @@ class Engine:
         return self._here.get(state.location, ())
 
     def is_open(self, state: State, receptacle: int) -> bool:
-        """Return whether things can be seen, taken and put there: it is open, or needs no opening."""
+        """Return whether a receptacle is open or needs no opening."""
         return not self.game.receptacles[receptacle].openable or bool(state.opened >> receptacle & 1)
 
     def fits(self, item: int, receptacle: int) -> bool:
@@ -69,7 +68,7 @@ class Engine:
         return bool(self._fits[receptacle] >> item & 1)
 
     def commands(self, state: State) -> dict[str, Command]:
-        """Return every command possible now, parsed."""
+        """Return the possible commands with their parsed form."""
         common = self._common.get(state.location)
         if common is None:
             common = self._common[state.location] = self._common_commands(state.location)
@@ -103,7 +102,7 @@ class Engine:
                 possible[f"take {names[item]} from {name}"] = ("take", item, index)
         elif accessible and self.fits(held, index):
             possible[self.game.wording.put.format(o=names[held], r=name)] = ("put", held, index)
-        # The domain allows to switch a lamp in a closed receptacle.
+        # The domain allows switching on a lamp in a closed receptacle.
         for item in bits(contents & self._toggleable):
             possible[f"use {names[item]}"] = ("use", item, index)
         if held != NOWHERE:
@@ -113,8 +112,8 @@ class Engine:
 
     def _add_in_hand(self, possible: dict[str, Command], state: State) -> None:
         held = self.game.items[state.held]
-        # Only the held item can be examined: the domain means to allow visible ones too, but a stray comma
-        # in it ("?l - location, ?r - receptacle") makes that rule void, in every release.
+        # Only the held item: in every release a stray comma ("?l - location, ?r - receptacle") voids the domain's rule
+        # for visible ones.
         possible[f"examine {held.name}"] = ("examine item", state.held, NOWHERE)
         if held.type in ("knife", "butterknife"):
             for item in bits(state.standing[state.location] & self._sliceable):
@@ -123,9 +122,10 @@ class Engine:
     # Effects ---------------------------------------------------------------------------------------------------
 
     def step(self, state: State, text: str, possible: dict[str, Command] | None = None) -> str:
-        """Carry out a command in `state` (changed in place) and return the game's answer.
+        """Carry out a command, change `state` in place, and return the game's answer.
 
-        `possible`: `commands(state)`, where the caller has it already.
+        Args:
+            possible: `commands(state)`, if the caller has it already.
         """
         command = (self.commands(state) if possible is None else possible).get(text.strip())
         if command is None:
@@ -201,8 +201,8 @@ class Engine:
         if not here:
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
         facing = _enumerate([self.game.receptacles[r].name for r in here])
-        # TextWorld lists as "next to it" things recorded at this location that were once taken out of a receptacle
-        # here, once for every such receptacle.
+        # TextWorld lists as "next to it" things at this location that were once taken out of a receptacle here, once
+        # for every such receptacle.
         standing = state.standing[state.location]
         beside = sorted((item, r) for r in here for item in bits(standing & state.taken[r]))
         return f"You are facing the {facing}. Next to it, you see {_enumerate([self._listed[i] for i, _ in beside])}."
@@ -228,7 +228,7 @@ class Engine:
     # Goals -----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> int:
-        """Return the mask of the items of the goal's type that allow its treatment."""
+        """Return the mask of items of the goal's type that allow its treatment."""
         goal = self.game.goal
         mask = self._of_type.get(goal.item_type, 0)
         if goal.kind in TREATMENTS:
@@ -236,15 +236,15 @@ class Engine:
         return mask
 
     def lamps(self) -> int:
-        """Return the mask of the lamps that fulfil the goal when switched on."""
+        """Return the mask of lamps of the goal's type that can be switched on."""
         return self._of_type.get(self.game.goal.lamp_type, 0) & self._toggleable
 
     def treated(self, state: State) -> int:
-        """Return the mask of the items in the goal's condition (all items where it has none)."""
+        """Return the mask of items that have the goal's treatment; all items if it has none."""
         return {CLEAN: state.clean, HEAT: state.hot, COOL: state.cool}.get(self.game.goal.kind, -1)
 
     def progress(self, state: State) -> float:
-        """Return the share of the goal's conditions that hold, for the item (or receptacle) furthest along."""
+        """Return the share of the goal's conditions that hold for the item or receptacle that fulfils most."""
         kind = self.game.goal.kind
         if kind == LOOK:
             lit, wanted = self.lamps() & state.toggled, self._of_type.get(self.game.goal.item_type, 0)
@@ -271,7 +271,7 @@ class Engine:
 
 
 def _mask(flags: Iterable[bool]) -> int:
-    """Return the bit mask whose bit i is the i-th flag."""
+    """Return the bit mask of flags; bit i is the i-th."""
     return sum(1 << index for index, flag in enumerate(flags) if flag)
 
 

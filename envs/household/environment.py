@@ -1,4 +1,4 @@
-"""The household as an `Environment`: one live episode of the engine; generated homes, their settings and spec."""
+"""Household environment: episodes of the engine, and generated homes with settings and spec."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,18 +32,18 @@ class Games(Protocol):
     def tasks(self, split: str) -> list[Task]: ...
 
     def game(self, task: Task) -> tuple[Game, int | None]:
-        """Return a task's game, and the item whose receptacle the picture marks, if any."""
+        """Return a task's game, and the item whose receptacle the picture marks (None: no mark)."""
         ...
 
     def worlds(self, split: str) -> list[Task]:
-        """Return one task for each world of a split; any goal can be set in it (`sequences.with_goal`)."""
+        """Return one task for each world of a split, which accepts any goal (`sequences.with_goal`)."""
         ...
 
 
 class EngineEnvironment:
-    """Games of the household engine: one live episode, a step in tens of microseconds.
+    """Environment of games in the household engine, with one live episode.
 
-    `step` answers an impossible command with "Nothing happens.", as ALFWorld does.
+    As in ALFWorld, the answer to an impossible command is "Nothing happens.".
     """
 
     name = "household"
@@ -61,27 +61,27 @@ class EngineEnvironment:
         return self._games.tasks(split)
 
     def reset(self, task: Task) -> Observation:
-        """Start the task's episode. The text is the room as first seen; the goal is `task.goal`."""
+        """Start the task's episode and describe the room."""
         game, self._marked = self._games.game(task)
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, engine.reset()), None, None
         return self._observe(engine.intro())
 
     def sequences(self, split: str) -> list[TaskSequence]:
-        """List the sequences of the settings, each in one of the split's worlds."""
+        """List the sequences of the settings, each of which is in one of the split's worlds."""
         game_of = lambda task: self._games.game(task)[0]
         return sequences(self._games.worlds(split), game_of, self._sequences, self._seed, split)
 
     def proceed(self, task: Task) -> Observation:
-        """Start another task in this world, whose state, hand and agent position stay.
+        """Start another task in this world without changing its state; describe the room's places and the view.
 
-        The text lists the room's places, as at the start, and what is in view. EnvironmentFailure for a task of another
-        world.
+        Raises:
+            EnvironmentFailure: the task is of another world.
         """
         engine, state = self._live()
         game, self._marked = self._games.game(task)
         if (game.receptacles, game.items) != (engine.game.receptacles, engine.game.items):
-            raise EnvironmentFailure(f"task {task.id} is of another world than the live one: it needs a reset")
+            raise EnvironmentFailure(f"task {task.id} is of another world than the live one: call reset(task)")
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, state), None, None
         return self._observe(engine.again(state))
@@ -96,16 +96,16 @@ class EngineEnvironment:
         return Transition(self._observe(text), progress, success, done=success)
 
     def expert(self) -> list[str] | None:
-        """Return near-shortest commands from the current state to success, None without a way."""
+        """Return near-shortest commands from the current state to success; None if there are none."""
         if self._plan is None:
             self._plan = plan(*self._live())
         return self._plan and list(self._plan)
 
     def close(self) -> None:
-        """Drop the episode. The environment can be reset again."""
+        """Drop the episode; a later reset is allowed."""
         self._playing = self._renderer = None
 
-    # The state behind the text -------------------------------------------------------------------------------
+    # State behind the text -----------------------------------------------------------------------------------
 
     @property
     def game(self) -> Game:
@@ -118,7 +118,7 @@ class EngineEnvironment:
 
     @property
     def marked_receptacle(self) -> str | None:
-        """Return the receptacle that the picture marks now (where the marked item is), None while it is in the hand."""
+        """Return the receptacle of the marked item, which the picture marks; None while the agent holds the item."""
         marked = self._marked_index()
         return None if marked is None else self.game.receptacles[marked].name
 
@@ -145,9 +145,9 @@ class EngineEnvironment:
 
 
 class HouseholdEnvironment(EngineEnvironment):
-    """Generated homes, without any files (the arguments up to `kinds` are those of `generate.Generator`).
+    """Generated homes; the arguments are those of `HouseholdSettings`.
 
-    For every name S in `scenes` there are the splits S (train or evaluate) and S + "_experience" (fill a memory).
+    Every name S in `scenes` has a split S to train or evaluate on and a split S + "_experience" that fills a memory.
     """
 
     def __init__(
@@ -168,20 +168,29 @@ class HouseholdEnvironment(EngineEnvironment):
 
 
 def pickup_views(actions: Sequence[str]) -> Sequence[int]:
-    """Return the steps at which something was taken (their views show where it was), or else the last step."""
+    """Return the steps that took something, whose views show its place; without any, the last step."""
     return [t for t, action in enumerate(actions) if action.startswith("take ")] or last_view(actions)
 
 
 class HouseholdSettings(EnvSettings):
+    """Settings of generated homes."""
+
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Number of scenes by split.
+    """Name of the environment."""
     scenes: dict[str, NonNegativeInt] = Field(default={"train": 64, "valid": 48, "test": 48})
-    visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the view decides
-    remembered_share: float = Field(default=0.0, ge=0, le=1)  # share of tasks that only a picture in memory decides
-    kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
-    fixed_objects: int = Field(default=6, ge=1)  # things at the same place in every episode of a home
-    wandering_objects: int = Field(default=3, ge=0)  # things at another place in each episode
-    sequences: SequenceSettings = SequenceSettings()  # consecutive tasks in one home
+    """Number of scenes by split."""
+    visual_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of tasks that only the view decides."""
+    remembered_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of tasks that only a picture in memory decides."""
+    kinds: tuple[str, ...] | None = None
+    """Task types; null: the four that fetch one thing."""
+    fixed_objects: int = Field(default=6, ge=1)
+    """Things per home whose place is the same in every episode."""
+    wandering_objects: int = Field(default=3, ge=0)
+    """Things per home whose place differs in each episode."""
+    sequences: SequenceSettings = SequenceSettings()
+    """Consecutive tasks in one home, for memory.protocol living."""
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:

@@ -1,7 +1,7 @@
-"""The household's planner: from any reachable state, a near-shortest list of commands to the goal.
+"""The household's planner, which returns near-shortest commands to the goal from any reachable state.
 
-It knows the whole state, so it does not search: it combines every item that can fulfil the goal with every source and
-destination, executes each plan on a copy of the state, and returns the shortest.
+It tries every item that can fulfil the goal with every source and destination on a copy of the state, and returns the
+shortest plan.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,11 @@ from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, Sta
 
 
 class _NoWay(Exception):
-    """This plan is impossible; another may be possible."""
+    """A plan is impossible; others may be possible."""
 
 
 def plan(engine: Engine, state: State) -> list[str] | None:
-    """Return commands that lead from `state` to the goal; [] when it holds already, None without a way."""
+    """Return commands from `state` to the goal; [] if it holds already, None if there is no plan."""
     if engine.won(state):
         return []
     kind = engine.game.goal.kind
@@ -25,10 +25,7 @@ def plan(engine: Engine, state: State) -> list[str] | None:
 
 
 class _Draft:
-    """A plan under construction: its commands, and a copy of the state after them.
-
-    `destination` is the receptacle at which the plan ends, and which it opens anyway.
-    """
+    """A plan under construction: its commands, the state after them, and the receptacle at which it ends."""
 
     def __init__(self, engine: Engine, state: State, destination: int) -> None:
         self.engine, self.game, self.state, self.destination = engine, engine.game, state.copy(), destination
@@ -36,8 +33,7 @@ class _Draft:
         self.won = False
 
     def do(self, command: str) -> None:
-        """Add a command, unless the goal holds: real games have things in two places at once, and cleaning one copy can
-        then be the last step."""
+        """Add a command, unless the goal holds already (real games may have a thing in two places)."""
         if not self.won:
             self.engine.step(self.state, command)
             self.commands.append(command)
@@ -62,7 +58,7 @@ class _Draft:
         self.do(self.game.wording.put.format(o=held.name, r=place.name))
 
     def fetch(self, item: int, source: int) -> None:
-        """Hold `item`, taken from `source` unless it is in hand; put down anything else first."""
+        """Take `item` from `source`, unless it is in hand; put down any other item first."""
         if self.state.held == item:
             return
         self.free_hand(on_the_way_to=source)
@@ -70,7 +66,7 @@ class _Draft:
         self.do(f"take {self.game.items[item].name} from {self.game.receptacles[source].name}")
 
     def free_hand(self, on_the_way_to: int) -> None:
-        """Put down the held item where it costs the fewest commands."""
+        """Put down the held item at the cost of the fewest commands."""
         if self.state.held == NOWHERE:
             return
         state, places = self.state, self.game.receptacles
@@ -86,7 +82,7 @@ class _Draft:
         self.put(min(fitting, key=cost))
 
     def treat(self, verb: str) -> None:
-        """Heat, cool or clean the held item, at an appliance here if there is one."""
+        """Heat, cool or clean the held item, if possible at an appliance here."""
         places, types = self.game.receptacles, APPLIANCES[verb]
         appliances = [r for r, place in enumerate(places) if place.type in types and place.location != NOWHERE]
         if not appliances:
@@ -97,7 +93,7 @@ class _Draft:
 
 
 def _sources(engine: Engine, state: State, items: int) -> Iterator[tuple[int, int]]:
-    """Yield (item, receptacle to take it from) for every wanted item; (held, NOWHERE) for the held one."""
+    """Yield (item, receptacle that holds it) for every wanted item; (item, NOWHERE) for the held one."""
     for item in bits(items):
         if item == state.held:
             yield item, NOWHERE
@@ -116,7 +112,7 @@ Step = Callable[[_Draft], None]
 
 
 def _attempt(engine: Engine, state: State, steps: Iterable[Step], destination: int = NOWHERE) -> Iterator[list[str]]:
-    """Yield the commands of these steps, if they are possible and reach the goal."""
+    """Yield the commands of steps if they are possible and reach the goal."""
     draft = _Draft(engine, state, destination)
     try:
         for step in steps:
@@ -141,7 +137,7 @@ def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
 
 
 def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
-    """Bring two items together in one receptacle, counting those already there."""
+    """Bring two items into one receptacle, counting those already there."""
     wanted = engine.candidates()
     if not wanted:
         return
@@ -156,19 +152,19 @@ def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
 
 
 def _trips(outside: list[tuple[int, int]], already_there: bool, held: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield which items to bring, in which order."""
+    """Yield the items to bring, in order."""
     for one in outside:
         if already_there:
             yield [one]
             continue
         for other in outside:
-            # The held item comes first, or it would have to be put down.
+            # The held item comes first, to avoid putting it down.
             if one[0] != other[0] != held:
                 yield [one, other]
 
 
 def _look_plans(engine: Engine, state: State) -> Iterator[list[str]]:
-    """Hold the item at a lamp that is switched on."""
+    """Hold the item at a lamp and switch the lamp on."""
     for lamp in bits(engine.lamps()):
         switch: list[Step] = []
         if not state.toggled >> lamp & 1:

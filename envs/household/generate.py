@@ -1,11 +1,8 @@
-"""Generated scenes: homes whose layout persists, and the tasks in them.
+"""Generator of homes whose layout persists, and of tasks in them.
 
-A home is fixed by (seed, split, index): its receptacles, and where its fixed items are in every episode, so that a
-memory of earlier episodes says where to look (family "text"). Its wandering items are somewhere else in each episode; a
-task on one of those (family "visual") can only be shortened by the picture, which marks the item's receptacle. With
-tasks of the family "remembered" a home has one more item at a fixed place, drawn independently, which no earlier
-episode is about: their texts do not mention it, but all their views mark it and today's do not. Only a picture in
-memory can tell.
+Seed, split and index determine a home: its receptacles and the places of its fixed items. Three families of tasks
+differ in the source of an item's place: "text", a fixed item that memory's texts name; "visual", a wandering item,
+which the view marks; "remembered", a fixed item that only the views of earlier episodes mark.
 """
 
 import hashlib
@@ -30,27 +27,27 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: weights balance the kinds.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _HOMES_KEPT = 4096
-_LITTLE = 1e-9  # tolerance of the sum of shares
+_LITTLE = 1e-9  # tolerance for the sum of shares
 _SIDE = 6  # side of a home's room, metres
-_FEWEST_PLACES = 4  # fewest receptacles that may hold an item: with fewer, memory would be useless
+_FEWEST_PLACES = 4  # minimum receptacles that may hold an item, so that memory is useful
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
 
 
 @dataclass(frozen=True)
 class Home:
-    """The persistent part of a scene: its receptacles, and where its fixed items are."""
+    """The persistent part of a scene: its receptacles and the places of its fixed items."""
 
     receptacles: tuple[Receptacle, ...]
-    fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two where the home has two of that type)
+    fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two for a pair)
     wandering: tuple[str, ...]
     lamp: int | None  # the lamp's receptacle
-    seen: tuple[str, int] | None = None  # an item and its receptacle, seen but not touched in earlier episodes
+    seen: tuple[str, int] | None = None  # the item of remembered tasks, and its receptacle
 
 
 @dataclass(eq=False)
 class Generator:
-    """Homes, tasks and games of all generated splits, created on demand; ValueError for invalid settings."""
+    """Generator of all splits' homes, tasks and games. Raises: ValueError, for invalid settings."""
 
     seed: int
     scenes: Mapping[str, int]  # number of homes by split
@@ -64,12 +61,12 @@ class Generator:
         if unknown := sorted(set(self.kinds) - set(KINDS)):
             raise ValueError(f"unknown task types {', '.join(unknown)}; known are {', '.join(KINDS)}")
         if not self.kinds:
-            raise ValueError("kinds is empty: give at least one task type")
+            raise ValueError("kinds is empty: set at least one task type")
         shares = {"visual_share": self.visual_share, "remembered_share": self.remembered_share}
         if wrong := [f"{name} ({share})" for name, share in shares.items() if not 0 <= share <= 1]:
-            raise ValueError(f"{', '.join(wrong)} must be a share, from 0 to 1")
+            raise ValueError(f"{', '.join(wrong)} must be from 0 to 1")
         if sum(shares.values()) > 1 + _LITTLE:
-            raise ValueError(f"{' and '.join(shares)} must not exceed 1 together: {list(shares.values())}")
+            raise ValueError(f"{' and '.join(shares)} must not sum to more than 1: {list(shares.values())}")
         if self.fixed_objects < 1 or self.wandering_objects < 0:
             raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
         if self.visual_share > 0 and (self.wandering_objects < 1 or set(self.kinds) == {TWO}):
@@ -86,7 +83,7 @@ class Generator:
     # Tasks -----------------------------------------------------------------------------------------------------
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split (see the module's docstring); ValueError for an unknown one."""
+        """List a split. Raises: ValueError, if it is unknown."""
         layout = split.removesuffix(EXPERIENCE)
         splits = [name + suffix for name in self.scenes for suffix in ("", EXPERIENCE)]
         if split not in splits:
@@ -151,7 +148,7 @@ class Generator:
         return share if share > _LITTLE else 0.0
 
     def _count(self, share: float) -> int:
-        """Return a home's number of tasks with this share, beside one text task (if any) for each fixed item."""
+        """Return a home's number of tasks of a share, relative to one text task per fixed item."""
         return round(self.fixed_objects * share / (self._text_share or 1))
 
     def _task(
@@ -161,7 +158,7 @@ class Generator:
         layout, id_ = split.removesuffix(EXPERIENCE), f"{split}/home-{index + 1}/{number}"
         goal, scene = rng.choice(PHRASES[kind]).format(item=item, place=place), f"home {index % SCENE_LABELS + 1}"
         data = {"seed": str(self.seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
-        # A split and its experience share homes, by design; other splits have other homes.
+        # A split and its experience share homes; other splits have other homes.
         home, task = f"seed-{self.seed}/{layout}/home-{index + 1}", f"seed-{self.seed}/{id_}"
         return Task(
             id_,
@@ -175,9 +172,9 @@ class Generator:
         )
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
-        """List the errands for an item at `places` (() for a wandering one)."""
+        """List the errands for an item at `places` (wandering: ())."""
         kinds: tuple[str, ...] = (TWO,)
-        if len(places) != 2:  # one thing; a mark can show no more
+        if len(places) != 2:  # one thing
             kinds = tuple(k for k in self.kinds if k != TWO and (k != LOOK or home.lamp is not None))
         sources = tuple(sorted({home.receptacles[place].type for place in places}))
         return _possible_errands(item, kinds, sources, frozenset(r.type for r in home.receptacles))
@@ -187,7 +184,7 @@ class Generator:
     def _home(self, seed: int, layout: str, index: int) -> Home:
         key = (seed, layout, index)
         if key not in self._homes:
-            # A home with too few items that have enough errands is redrawn, by an attempt with another seed.
+            # Redraw a home that has too few items with enough errands.
             draws = (self._try_home(_rng(*key, "home", attempt)) for attempt in range(200))
             home = next(filter(None, draws), None)
             if home is None:
@@ -220,7 +217,7 @@ class Generator:
         return seen and replace(home, seen=seen)
 
     def _draw_seen(self, rng: random.Random, home: Home, items: list[str]) -> tuple[str, int] | None:
-        """Draw an item and its place; None where no item has errands at every place that may hold it."""
+        """Draw an item and its place; None if no item has errands at every place that may hold it."""
         for item in items:
             places = _fitting(home.receptacles, item)
             if all(self._errands(home, item, (place,)) for place in places):
@@ -228,19 +225,19 @@ class Generator:
         return None
 
     def _place_fixed(self, rng: random.Random, home: Home, items: list[str]) -> dict[str, tuple[int, ...]]:
-        """Place the first of `items` that have enough errands; with TWO the very first come in pairs."""
+        """Place the first `items` that have enough errands; with TWO, the very first in pairs."""
         pairs = 0
         if TWO in self.kinds:
             pairs = self.fixed_objects if self.kinds == (TWO,) else max(1, round(self.fixed_objects / len(self.kinds)))
-        # Where single things can only be looked at, there is no second errand.
+        # A single thing that can only be looked at has no second errand.
         only_looked_at = set(self.kinds) <= {LOOK, TWO}
-        # Every home has the appliances and most food fits them: counted as used once, they do not dominate the sources.
+        # Count appliances as used once: every home has them and most food fits, so they would dominate.
         used = Counter(_ALWAYS)
         fixed: dict[str, tuple[int, ...]] = {}
         for item in items:
             if len(fixed) == self.fixed_objects:
                 break
-            # The least used kind of receptacle first, so that not all things are in cabinets.
+            # Least used kinds of receptacles first, so that not all things are in cabinets.
             fitting = _fitting(home.receptacles, item)
             rng.shuffle(fitting)
             fitting.sort(key=lambda place: used[home.receptacles[place].type])
@@ -251,8 +248,7 @@ class Generator:
         return fixed
 
     def _shuffled_items(self, rng: random.Random) -> list[str]:
-        """Shuffle the item types so that those that suit many task types tend to come first. A uniform draw would be
-        two thirds things that can only be carried."""
+        """Shuffle the item types; types of many task types tend to come first, since most can only be carried."""
 
         def rank(item: str) -> float:
             suited = sum(_can_be(ITEM_TYPES[item], kind) for kind in self.kinds)
@@ -263,19 +259,21 @@ class Generator:
     # Games -----------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> tuple[Game, int | None]:
-        """Return the game of a task, and the item whose receptacle the picture marks: a visual task's own, in earlier
-        episodes that of remembered tasks."""
+        """Return a task's game, and the item that pictures mark: a visual task's, or in experience the remembered
+        one."""
         try:
             seed, layout, index = int(task.data["seed"]), task.data["layout"], int(task.data["scene"])
             target, destination = task.data["item"], task.data["receptacle"]
         except KeyError as missing:
-            raise EnvironmentFailure(f"task {task.id} is not of a generated home: its data has no {missing}") from None
+            raise EnvironmentFailure(
+                f"task {task.id} is no task of a generated home: its data has no {missing}"
+            ) from None
         home = self._home(seed, layout, index)
         seen, sequence = home.seen[0] if home.seen else None, task.data.get(WORLD)
         if sequence is None and target not in home.fixed and target not in home.wandering and target != seen:
             raise EnvironmentFailure(
-                f"task {task.id} asks for a {target}, which that home does not have: the task was "
-                "made with another number of items or other task types"
+                f"task {task.id} needs a {target}, which its home does not have: the task was "
+                "created with another number of items or other task types"
             )
         rng = _rng(seed, sequence or task.id, "episode")
         placed: list[tuple[str, int, int]] = [  # (type, number, receptacle)
@@ -310,7 +308,7 @@ class Generator:
 
 
 def _rng(*name: object) -> random.Random:
-    """Return the random generator that belongs to a name."""
+    """Return the random generator of a name."""
     digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
     return random.Random(int.from_bytes(digest[:8], "big"))
 
@@ -332,7 +330,7 @@ def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
 
 
 def _positioned(receptacles: tuple[Receptacle, ...], rng: random.Random) -> tuple[Receptacle, ...]:
-    """Place receptacles in the room, each in a square of its own; in metres."""
+    """Place each receptacle in another square of the room, in metres."""
     squares = rng.sample([(x, z) for x in range(_SIDE) for z in range(_SIDE)], len(receptacles))
     return tuple(
         replace(r, position=(round(x + rng.random() / 2, 2), round(rng.random(), 2), round(z + rng.random() / 2, 2)))
@@ -341,7 +339,7 @@ def _positioned(receptacles: tuple[Receptacle, ...], rng: random.Random) -> tupl
 
 
 def _front(position: Position) -> Position:
-    """Return where to stand to use a position: on the floor, beside it towards the middle of the room."""
+    """Return the agent's position for using a position: on the floor, on the side of the room's middle."""
     x, _, z = position
     return (round(x + (0.5 if x < _SIDE / 2 else -0.5), 2), 0.0, z)
 
@@ -350,7 +348,7 @@ def _front(position: Position) -> Position:
 def _possible_errands(
     item: str, kinds: tuple[str, ...], sources: tuple[str, ...], types: frozenset[str]
 ) -> tuple[Errand, ...]:
-    """List errands for an item type in a home with these receptacle types: never to the kind of place it is in."""
+    """List errands for an item type, to any other kind of place than its own."""
     kind_of_item = ITEM_TYPES[item]
     errands: list[Errand] = []
     for kind in kinds:
@@ -359,7 +357,7 @@ def _possible_errands(
         elif _can_be(kind_of_item, kind):
             excluded = {*sources, _TREATED_AT.get(kind)}
             errands += [(kind, place) for place in sorted(kind_of_item.places & types) if place not in excluded]
-    if not sources:  # a wandering item needs somewhere else to be
+    if not sources:  # a wandering item must have another place to start from
         errands = [errand for errand in errands if kind_of_item.places & types - {errand[1]}]
     return tuple(errands)
 
@@ -369,8 +367,7 @@ def _can_be(item: ItemType, kind: str) -> bool:
 
 
 def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
-    """Draw one errand: first the task type (by weight), then the destination, so that many destinations do not
-    dominate."""
+    """Draw one errand: the task type by weight, then the destination."""
     kinds = sorted({kind for kind, _ in errands})
     kind = rng.choices(kinds, [_KIND_WEIGHT[kind] for kind in kinds])[0]
     return rng.choice([errand for errand in errands if errand[0] == kind])
@@ -383,7 +380,7 @@ def _item(kind: str, number: int) -> Item:
 
 
 def _start(home: Home, places: list[int]) -> State:
-    """Start with everything closed, the agent in the middle of the room, and item i in receptacle places[i]."""
+    """Return a start with all closed, the agent in the room's middle, and item i in receptacle places[i]."""
     count = len(home.receptacles)
     state = State.empty(location=count, receptacles=count, locations=count + 1)
     for item, place in enumerate(places):

@@ -1,7 +1,4 @@
-"""Observation parser of ALFWorld's text world, which generated homes share: agent position, hand, contents of places.
-
-Other text yields nothing; the simulator's own state is never used.
-"""
+"""Observation parser of ALFWorld's texts, which generated homes share: agent position, hand, contents of places."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _GONE = re.compile(rf"go to ({_PLACE})")
 
 @dataclass(frozen=True, slots=True)
 class PlaceView:
-    """A place in a text, and its visible contents (None where the text does not list them)."""
+    """A place in a text, and its visible contents (None: not listed)."""
 
     at: str
     seen: tuple[str, ...] | None
@@ -36,7 +33,7 @@ class PlaceView:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """The agent's place and held item, as far as observations reveal them."""
+    """The agent's place and held item, as far as observations show them."""
 
     at: str = ""
     holds: str = ""
@@ -61,8 +58,7 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class StepEffect:
-    """The effect of a step on a thing: taken from a place, put in one, heated, cooled or cleaned there, sliced, or
-    switched on or off."""
+    """The effect of a step on a thing."""
 
     verb: str  # take, put, heat, cool, clean, slice, on, off
     thing: str
@@ -70,7 +66,7 @@ class StepEffect:
 
 
 def parse_effect(feedback: str) -> StepEffect | None:
-    """Parse the effect of a step from the answer; None for no effect."""
+    """Parse a step's effect from the answer; None if there is none."""
     if found := _TAKEN.search(feedback):
         return StepEffect("take", found[1], found[2])
     if found := _PUT.search(feedback):
@@ -83,18 +79,18 @@ def parse_effect(feedback: str) -> StepEffect | None:
 
 
 def parse_places(text: str) -> Iterator[PlaceView]:
-    """List the places whose content a text lists."""
+    """Yield the places whose contents a text lists."""
     for place, content in _LISTED.findall(text):
         yield PlaceView(place, tuple(_ENTITY.findall(content)))
 
 
 def parse_room(text: str) -> tuple[str, ...]:
-    """List what a first view says the room holds."""
+    """Parse the places that a first view lists."""
     return tuple(entity for content in _ROOM.findall(text) for entity in _ENTITY.findall(content))
 
 
 def moved_object(feedback: str) -> str:
-    """Return the object that a step moved; "" for none."""
+    """Return the object that a step moved; "" if there is none."""
     done = parse_effect(feedback)
     return done.thing if done and done.verb in ("take", "put") else ""
 
@@ -105,7 +101,7 @@ def kind(entity: str) -> str:
 
 
 def goal_objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
-    """Return the object category that a goal in ALFWorld's words names; for another goal, the named ones of `known`."""
+    """Return the object category in a goal of ALFWorld; for another goal, the ones of `known` that it names."""
     goal = task.goal.lower()
     named = SOUGHT.search(goal)
     words = set(re.findall(r"[a-z]+", goal))
@@ -113,7 +109,7 @@ def goal_objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
 
 
 def state_summary(text: str, body: AgentState) -> str:
-    """Write a state in canonical form (B.2.2): place, visible entities sorted by name, held item."""
+    """Write a state in canonical form (B.2.2): place, sorted visible entities, held item."""
     found = sorted({entity for view in parse_places(text) for entity in view.seen or ()} | set(parse_room(text)))
     seen = ", ".join(found) or " ".join(text.split())
     return f"at {body.at or 'start'} | sees: {seen} | {body.holding}"

@@ -1,6 +1,6 @@
-"""Placement prior: how often each kind of thing starts in each kind of place, counted in training worlds.
+"""Placement prior: counts of kinds of things by the kind of place where they start, in training worlds.
 
-python -m envs.household.placement_prior   # recount: generated homes and ALFWorld's train games
+python -m envs.household.placement_prior   # recount in generated homes and ALFWorld's train games
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ HOMES = 64
 
 @cache
 def counts(environment: str) -> Mapping[str, Mapping[str, int]]:
-    """Return how often a thing starts in a kind of place, by thing and place; {} for an environment without counts."""
+    """Return the counts by thing and kind of place; {} for an environment without counts."""
     return json.loads(FILE.read_text(encoding="utf-8")).get(environment, {})
 
 
 @cache
 def carried() -> frozenset[str]:
-    """Return the kinds of portable things in homes of either environment."""
+    """Return the kinds of portable things of both environments."""
     return frozenset(ITEM_TYPES) | counts("alfworld").keys()
 
 
 def likelihood(environment: str, thing: str, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the probability of each kind of place to hold a thing, with add-one smoothing."""
+    """Return the probability, with add-one smoothing, that each kind of place holds a thing."""
     seen, distinct = counts(environment).get(thing, {}), list(dict.fromkeys(kinds))
     total = sum(seen.values()) + len(distinct)
     return {kind: (seen.get(kind, 0) + 1) / total for kind in distinct}

@@ -1,8 +1,7 @@
-"""The current view as a small picture: a schematic floor plan of 8x8 cells, one receptacle per cell.
+"""Renderer of the current view: a floor plan of 8x8 cells with one receptacle per cell.
 
-A receptacle's name fixes its cell in every picture. A cell shows the receptacle's type (colour), whether it is open (a
-dark inside), the agent (a white dot), the things visible at the agent's location (small coloured dots) and, in visual
-tasks and in the experience of remembered tasks, a mark of a unique colour.
+A receptacle's name determines its cell. A cell shows the receptacle's type (colour), whether it is open (dark inside),
+the agent (white dot), the visible things at the agent's location (small coloured dots) and the mark (frame).
 """
 
 import colorsys
@@ -30,7 +29,7 @@ _INSIDE = (8, 8, 8)
 
 
 class Renderer:
-    """Draws the states of one game."""
+    """Renderer of one game's states."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,7 +39,7 @@ class Renderer:
         self._plan = floor_plan({cell: game.receptacles[index].type for index, cell in self.cells.items()})
 
     def draw(self, state: State, marked: int | None = None) -> "Image":
-        """Draw the view in `state`, with a mark around the receptacle `marked`."""
+        """Draw the view of a state, with a mark around receptacle `marked`."""
         pixels = self._plan.copy()
         for index in bits(state.opened):
             if index in self.cells:
@@ -55,7 +54,7 @@ class Renderer:
 
 
 def floor_plan(types: Mapping[int, str]) -> np.ndarray:
-    """Draw receptacles, given as types by cell, closed and without an agent: (64, 64, 3) bytes."""
+    """Draw closed receptacles, given as types by cell, without an agent; (64, 64, 3) bytes."""
     pixels = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
     for cell, kind in types.items():
         top, left = _corner(cell)
@@ -70,8 +69,7 @@ def draw_open(pixels: np.ndarray, cell: int) -> None:
 
 
 def draw_agent(pixels: np.ndarray, cell: int, things: Sequence[tuple[int, int, int]]) -> None:
-    """Draw the agent at a cell, and the colours of the first six things there in two rows: more could not be told
-    apart."""
+    """Draw the agent at a cell, and the colours of the first six things there in two rows."""
     top, left = _corner(cell)
     for slot, colour in enumerate(things[:6]):
         row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
@@ -94,7 +92,7 @@ def picture(pixels: np.ndarray) -> "Image":
 
 
 def cells_of(names: list[str]) -> dict[int, int]:
-    """Assign a cell to each receptacle (by index in `names`), as far as the plan has room."""
+    """Assign cells to receptacles, by index in `names`, while the plan has room."""
     canonical = {name: cell for cell, name in enumerate(RECEPTACLE_NAMES)}
     cells = {index: canonical[name] for index, name in enumerate(names) if name in canonical}
     free = iter(sorted(set(range(GRID * GRID)) - set(canonical.values())))
@@ -109,7 +107,7 @@ def _corner(cell: int) -> tuple[int, int]:
 
 
 def _receptacle_colour(kind: str) -> tuple[int, int, int]:
-    """Spread the types of generated homes evenly over hues and two brightnesses; others fall between."""
+    """Return a type's colour; types of generated homes spread evenly over hues and two brightnesses."""
     if kind not in _TYPES:
         return _colour(_hash_fraction(kind), 0.3, 0.5)
     position = _TYPES.index(kind)
@@ -122,6 +120,6 @@ def _hash_fraction(name: str) -> float:
 
 
 def _colour(share: float, saturation: float, value: float) -> tuple[int, int, int]:
-    """Return a colour on the scale from red over green to blue, without the hues around the mark's magenta."""
+    """Return a colour between red and blue, without hues near the mark's magenta."""
     red, green, blue = colorsys.hsv_to_rgb(share * 0.7, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -1,15 +1,11 @@
-"""Consecutive tasks in one home that is never reset (KARMA, Section 4.1 and Appendix C; own task sets).
+"""Sequences of tasks in one home that is never reset (KARMA, Section 4.1 and Appendix C; own task sets).
 
-    L  short sequences of three classes: *simple* (goals on different things), *composite* (most goals are on a thing
-        that
-       an earlier one moved or treated) and *complex* (as composite, with a thing named by colour, group and its
-           treatment
-       alone)
-    R  long random ones, whose things are drawn `uniform`, `skewed` (in proportion to ALFWorld's train goals) or
-       `drifting` (favourites that change every hundred tasks)
+    L   short sequences: *simple* (goals on different things), *composite* (most goals on a thing that an earlier goal
+        moved or treated) and *complex* (composite, with one thing described only by colour, group and treatment)
+    R   long random sequences, whose things are drawn `uniform`, `skewed` (in proportion to ALFWorld's train goals) or
+        `drifting` (favourites that change every hundred tasks)
 
-The world continues as the expert leaves it: a goal is accepted where it does not hold already and the expert finds a
-way, so that every goal is solvable for an agent that solved the earlier ones.
+The expert plays each goal when it is drawn, so every goal is solvable for an agent that solved the earlier ones.
 """
 
 import random
@@ -29,22 +25,30 @@ from runtime.settings import Settings
 FAVOURITES, FAVOURED, DRIFT = 8, 10.0, 100  # favourite things, their weight, and the tasks before they change
 RELATED = 0.7  # share of a composite sequence's goals on a thing that was moved or treated
 LENGTHS = {"simple": (2, 4), "composite": (4, 6), "complex": (3, 6)}
-TRIES = 200  # draws of one goal, and of one sequence, before giving up
+TRIES = 200  # maximum draws of a goal, and of a sequence
 WORLD = "world"  # key of the sequence in a task's data
 
 Stream = Literal["uniform", "skewed", "drifting"]
 
 
 class SequenceSettings(Settings):
-    """The sequences that `sequences(split)` lists."""
+    """Settings of the task sequences that `sequences(split)` lists."""
 
     tasks: Literal["L", "R"] = "L"
-    simple: int = Field(default=15, ge=0)  # sequences of each class of L, as many as the paper has
+    """L: short sequences of three classes; R: long random ones."""
+    simple: int = Field(default=15, ge=0)
+    """Simple sequences of L; the paper has 15."""
     composite: int = Field(default=15, ge=0)
+    """Composite sequences of L; the paper has 15."""
     complex: int = Field(default=18, ge=0)
-    stream: Stream = "uniform"  # of R
-    worlds: int = Field(default=20, ge=1)  # of R
-    length: int = Field(default=400, ge=1)  # of R, tasks
+    """Complex sequences of L; the paper has 18."""
+    stream: Stream = "uniform"
+    """How R draws things: uniform, skewed (in proportion to ALFWorld's train goals) or drifting (favourites that change
+    every hundred tasks)."""
+    worlds: int = Field(default=20, ge=1)
+    """Number of sequences of R."""
+    length: int = Field(default=400, ge=1)
+    """Tasks per sequence of R."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class WordedGoal:
 
 
 def with_goal(game: Game, task: Task) -> Game:
-    """Return the game with the goal of a sequence's task; unchanged for any other task."""
+    """Return the game with the goal of a sequence's task; return it unchanged for other tasks."""
     if WORLD not in task.data:
         return game
     goal = Goal(task.kind, task.data["item"], task.data["receptacle"], task.data["lamp"])
@@ -66,8 +70,11 @@ def with_goal(game: Game, task: Task) -> Game:
 def sequences(
     worlds: Sequence[Task], game_of: Callable[[Task], Game], settings: SequenceSettings, seed: int, split: str
 ) -> list[TaskSequence]:
-    """Draw a split's sequences, each in one of the worlds (one task of each). Raises ValueError where no world of the
-    split has enough goals."""
+    """Draw a split's sequences, each in the world of one of the tasks `worlds`.
+
+    Raises:
+        ValueError: no world of the split has enough goals.
+    """
     if settings.tasks == "R":
         families = [settings.stream] * settings.worlds
     else:
@@ -88,9 +95,7 @@ def sequences(
         )
         found = next(filter(None, draws), None)
         if found is None:
-            raise ValueError(
-                f"no world of {split} has goals for a sequence {family!r}: more items (fixed_objects) help"
-            )
+            raise ValueError(f"no world of {split} has enough goals for a sequence {family!r}: raise fixed_objects")
         drawn.append(found)
     return drawn
 
@@ -98,7 +103,7 @@ def sequences(
 def _sequence(
     world: Task, game_of: Callable[[Task], Game], settings: SequenceSettings, family: str, name: str, seed: str
 ) -> TaskSequence | None:
-    """Draw one sequence in one world; None where its goals run out."""
+    """Draw one sequence in a world; None if the world has too few goals."""
     living, rng = replace(world, data={**world.data, WORLD: name, **_EMPTY}), random.Random(seed)
     live = _World(game := game_of(living))
     if family in LENGTHS:
@@ -127,18 +132,17 @@ def _task(world: Task, name: str, number: int, worded: WordedGoal, family: str) 
 
 @dataclass
 class _World:
-    """A world as the expert's work leaves it."""
+    """A world that the expert changes goal by goal."""
 
     game: Game
     state: State = field(init=False)
-    touched: list[str] = field(default_factory=list)  # item types that were moved or treated, the latest last
+    touched: list[str] = field(default_factory=list)  # moved or treated item types, the latest last
 
     def __post_init__(self) -> None:
         self.state = self.game.start.copy()
 
     def take(self, goal: Goal) -> bool:
-        """Reach a goal as the expert does; False, without effect, where it holds already or there is no way. A held
-        item stays in hand, as for an agent."""
+        """Play the expert to a goal; return False, without effect, if it holds already or cannot be reached."""
         engine = Engine(replace(self.game, goal=goal))
         if not (commands := plan(engine, self.state)):
             return False
@@ -148,7 +152,7 @@ class _World:
         return True
 
     def goals(self, item: str) -> list[Goal]:
-        """List the possible goals for an item type, at kinds of places where none of it is now."""
+        """List the possible goals for an item type, at kinds of places that hold none of it now."""
         game, mine = self.game, [i for i in self.game.items if i.type == item and i.pickupable]
         lying = {game.receptacles[r].type for i in mine for r in game.places(game.items.index(i), self.state)}
         kinds = {r.type for r in game.receptacles if r.location != NOWHERE and (r.type, item) in game.can_contain}
@@ -166,8 +170,7 @@ class _World:
         return any(getattr(i, f"{TREATMENTS[kind]}able") for i in items) and place not in APPLIANCES[TREATMENTS[kind]]
 
     def vague(self, item: str) -> str:
-        """Describe an item type by colour, group and treatment; "" unless this fits it alone while colour and group do
-        not."""
+        """Describe an item type by colour, group and treatment; "" unless only the treatment makes this unique."""
         if item not in TRAITS or item not in self.touched:
             return ""
         types = {i.type for i in self.game.items}
@@ -179,7 +182,7 @@ class _World:
         return ""
 
     def _condition(self, item: str) -> str:
-        """Return an item's treatment as an adjective; "moved" where it was only carried."""
+        """Return an item's treatment as an adjective; "moved" if it has none."""
         mine = sum(1 << i for i, each in enumerate(self.game.items) if each.type == item)
         masks = {"hot": self.state.hot, "cool": self.state.cool, "clean": self.state.clean}
         return next((name for name, mask in masks.items() if mask & mine), "moved")
@@ -196,7 +199,7 @@ def _worded(goal: Goal, rng: random.Random) -> WordedGoal:
 
 
 def _short(live: _World, rng: random.Random, family: str) -> Iterator[WordedGoal]:
-    """Draw a sequence of L, goal by goal; fewer where no goal suits."""
+    """Draw a sequence of L, goal by goal, until no goal suits."""
     types, least, named = _types(live.game), LENGTHS[family][0], False
     share = {"simple": 0.0, "composite": RELATED, "complex": RELATED / 2}[family]
     for number in range(rng.randint(*LENGTHS[family])):
@@ -215,7 +218,7 @@ def _is_vague(worded: WordedGoal) -> bool:
 
 
 def _goal(live: _World, rng: random.Random, types: Sequence[str], again: bool) -> WordedGoal | None:
-    """Draw one goal and reach it: on a thing touched before (`again`), or on another."""
+    """Draw a goal on a thing touched before (`again`) or on another one, and reach it."""
     pool = live.touched if again else [item for item in types if item not in live.touched]
     for _ in range(TRIES if pool else 0):
         goals = live.goals(rng.choice(pool))
@@ -225,7 +228,7 @@ def _goal(live: _World, rng: random.Random, types: Sequence[str], again: bool) -
 
 
 def _vague_goal(live: _World, rng: random.Random) -> WordedGoal | None:
-    """Draw one goal on a thing described by its treatment instead of its name, and reach it."""
+    """Draw a goal on a thing described by its treatment instead of its name, and reach it."""
     for item in rng.sample(live.touched, len(live.touched)):
         name, goals = live.vague(item), [goal for goal in live.goals(item) if goal.kind == SIMPLE]
         if name and goals and live.take(goal := rng.choice(goals)):

@@ -1,13 +1,10 @@
-"""Vocabulary of generated homes: item types with their flags, and the places that may hold each.
-
-Flags and places are those of ALFWorld's own rooms, restricted to the receptacle types of generated scenes.
-"""
+"""Vocabulary of generated homes: item types with their flags and the places that may hold them, as in ALFWorld."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
-# How many receptacles of each type a home has at most, in the order of their cells in the picture.
+# Maximum number of receptacles of each type, in the order of their cells in the picture.
 PLACES = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2} | dict.fromkeys(
     (
         "microwave",
@@ -107,7 +104,7 @@ ITEM_TYPES: dict[str, ItemType] = {
     for name, (flags, places) in _TABLE.items()
 }
 
-# Descriptions of things without their name: colour and group.
+# Colour and group of things, which describe them without their name.
 _GROUPS = {
     "food": "red apple, brown bread, white egg, green lettuce, brown potato, red tomato",
     "dish": "white bowl, blue cup, blue mug, white plate",
@@ -125,9 +122,9 @@ TRAITS: dict[str, tuple[str, str]] = {
     for group, things in _GROUPS.items()
     for colour, thing in (each.split() for each in things.split(", "))
 }
-"""Colour and group of item types; types without a group have none."""
+"""Colour and group by item type, for types that have a group."""
 
-# Number of ALFWorld's 3,553 train games with each of the types above as goal.
+# Number of ALFWorld's 3,553 train games by the goal's item type.
 GOAL_COUNTS: dict[str, int] = dict(
     mug=220,
     cup=145,

@@ -1,9 +1,8 @@
 """A household game: its constant facts (`Game`) and its changing ones (`State`).
 
-The reader of real ALFWorld games (`envs.alfworld.games`) and the scene generator (`generate.py`) both build a `Game`;
-engine, expert and renderer read nothing else. Items and receptacles are numbered in the order in which ALFWorld lists
-them, and sets of items are integers used as bit masks (bit i = item i): a state is copied in about a microsecond, and a
-list in order is the bits from low to high.
+`envs.alfworld.games` and `generate.py` build games; engine, expert and renderer read them. Items and receptacles are
+numbered in ALFWorld's order of listing. Sets of items are bit masks (bit i: item i), so that a copy of a state takes
+about a microsecond.
 """
 
 from collections.abc import Iterator
@@ -25,16 +24,16 @@ KINDS = (SIMPLE, LOOK, CLEAN, HEAT, COOL, TWO)
 TREATMENTS = {CLEAN: "clean", HEAT: "heat", COOL: "cool"}
 APPLIANCES = {"clean": ("sinkbasin", "sink"), "heat": ("microwave",), "cool": ("fridge",)}
 
-# ALFWorld's PDDL predicates of items: constant flags, and the mask of `State` for each changing fact.
+# ALFWorld's PDDL predicates of items: constant flags, and the `State` mask of each changing fact.
 FLAGS = ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
 CONDITIONS = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 
-NOWHERE = -1  # location of an unreachable receptacle; "no item" as an item
+NOWHERE = -1  # location of an unreachable receptacle; as an item: none
 
 
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """A place that holds things. `location` is where the agent stands to use it (several may share one)."""
+    """A place that holds things. `location` is the agent's location to use it, which several may share."""
 
     name: str  # "cabinet 3"
     type: str  # "cabinet"
@@ -45,7 +44,7 @@ class Receptacle:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object. `inside` lists the items in a receptacle object; None for an object that can hold nothing."""
+    """An object. `inside` lists the items in a receptacle object; None for other objects."""
 
     name: str  # "mug 1"
     type: str  # "mug"
@@ -60,11 +59,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a task; `kind` decides how the other fields are read (see `engine.Engine.progress`)."""
+    """The goal of a task; `kind` determines the meaning of the other fields (`engine.Engine.progress`)."""
 
     kind: str
     item_type: str
-    receptacle_type: str = ""  # where to; "" for look_at_obj_in_light
+    receptacle_type: str = ""  # destination; "" for look_at_obj_in_light
     lamp_type: str = ""  # only for look_at_obj_in_light
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """Phrases in which released games differ. The defaults are those of ALFWorld 0.4."""
+    """Phrases in which releases differ; the defaults are ALFWorld 0.4's."""
 
     put: str = "move {o} to {r}"
     put_feedback: str = "You move the {o} to the {r}."
@@ -99,10 +98,9 @@ class Wording:
 
 @dataclass(slots=True)
 class State:
-    """All changing facts of a game. Mutable and small; planners and tests branch by `copy`.
+    """All changing facts of a game; mutable.
 
-    An item can be in two receptacles at once, and its recorded location need not be its receptacle's: real games hold
-    such contradictions and TextWorld shows them, so they are reproduced.
+    As in real games, an item can be in two receptacles at once, or at another location than its receptacle's.
     """
 
     location: int
@@ -136,22 +134,22 @@ class Game:
     task: str  # the task sentence without its full stop, e.g. "put a hot mug in cabinet"
     can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
     wording: Wording = field(default_factory=Wording)
-    locations: tuple[str, ...] = ()  # names of locations ("loc 3"), where the wording uses them
-    reachable: tuple[Position, ...] = field(default=(), compare=False)  # known positions where the agent can stand
+    locations: tuple[str, ...] = ()  # names of locations ("loc 3"), if the wording uses them
+    reachable: tuple[Position, ...] = field(default=(), compare=False)  # known positions of the agent
 
     @property
     def plan(self) -> FloorPlan:
-        """Return the fixed layout: reachable receptacles, and where the agent can stand."""
+        """Return the fixed layout: reachable receptacles, and positions of the agent."""
         return FloorPlan({r.name: r.position for r in self.receptacles if r.location != NOWHERE}, self.reachable)
 
     def places(self, item: int, state: State) -> list[int]:
-        """Return the receptacles an item is in (usually one, none while it is held)."""
+        """Return the receptacles that hold an item: usually one, none while the agent holds it."""
         bit = 1 << item
         return [r for r, mask in enumerate(state.contents) if mask & bit]
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the positions of the set bits, from low to high."""
+    """Yield the positions of set bits, from low to high."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Task variations that AgentSquare evaluates: 90 of 16 types. Its own goals and subgoals are not redistributed."""
+"""The 90 task variations, of 16 types, that AgentSquare evaluates; its goals and subgoals are not redistributed."""
 
 _FIRST, _LATER, _LAST = (0, 1, 2), (5, 6, 7), (20, 21, 22)
 

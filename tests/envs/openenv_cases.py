@@ -143,7 +143,7 @@ def test_which_task_a_reset_takes(url):
             ({"index": 999}, "no task 999"),
             ({"index": -1}, "no task -1"),
             ({"split": "train"}, "serves the split 'test'"),
-            ({"seed": 1, "index": 2}, "not by several"),
+            ({"seed": 1, "index": 2}, "set only one of"),
         ]:
             with pytest.raises(Exception, match=message):
                 env.reset(**wrong)

@@ -305,7 +305,7 @@ def test_what_cannot_be_played_is_named(games: Path, tmp_path: Path, monkeypatch
         ("game.tw-pddl", b"{", r"game.tw-pddl is broken \(.*move its folder away"),
         ("game.tw-pddl", b"\xff\xfe", "game.tw-pddl is broken"),
         ("traj_data.json", b"[]", "traj_data.json holds a list"),
-        ("game.tw-pddl", b'{"solvable": true}', "no game of ALFWorld.*grammar, pddl_problem"),
+        ("game.tw-pddl", b'{"solvable": true}', "not an ALFWorld game.*grammar, pddl_problem"),
     ],
 )
 def test_broken_and_foreign_files_are_named(

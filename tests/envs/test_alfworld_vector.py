@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(gymnasium.error.ResetNeeded, match=r"call reset\(\) first"):
         env.step(("look", "look"))
     env.reset(seed=0)
-    with pytest.raises(ValueError, match="2 commands, one a game, not 1"):
+    with pytest.raises(ValueError, match="2 commands, one per game, not 1"):
         env.step(("look",))
     with pytest.raises(ValueError, match="num_envs must be at least 1"):
         made(root, 0)

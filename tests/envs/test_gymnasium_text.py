@@ -228,7 +228,7 @@ SUCCESS, PROGRESS = Keys(success="won"), Keys(progress="share")
     [
         (Keys(success="succes"), (1.0, True, False, {"is_success": 1, "n": 0}), "'succes'.*'is_success', 'n'"),
         (Keys(progress="shares"), (1.0, False, False, {"share": 0}), "no 'shares'.*'share'.*set keys.progress"),
-        (SUCCESS, (1.0, False, False, None), "no 'won' in what it returned .a NoneType"),
+        (SUCCESS, (1.0, False, False, None), "it returned no 'won' .a NoneType"),
         (SUCCESS, (1.0, False, False, {"won": None}), "'won'.*true or false, received None"),
         (SUCCESS, (1.0, False, False, {"won": "False"}), "'won'.*true or false, received 'False'"),
         (PROGRESS, (1.0, False, False, {"share": None}), "'share'.*finite number, received None"),
@@ -285,7 +285,7 @@ def test_success_is_to_terminate_with_a_reward_or_what_its_key_says(keys, end, e
 )
 def test_masks_and_names_that_fit_no_action_are_refused(admissible):
     env = levers(Keys(admissible="possible"), admissible=admissible)
-    with pytest.raises(EnvironmentFailure, match=r"'possible' (must list names of actions|leaves no action)"):
+    with pytest.raises(EnvironmentFailure, match=r"'possible' (must list names of actions|lists no action)"):
         env.reset(env.tasks("train")[0])
 
 
@@ -334,7 +334,7 @@ def test_a_goal_of_several_lines_is_one_value() -> None:
     ("env", "message"),
     [
         (made(Old, SPLITS, goal="g"), "too many values"),
-        (made(Guess, SPLITS, goal="g", actions=("1", "2")), "takes text: leave out actions"),
+        (made(Guess, SPLITS, goal="g", actions=("1", "2")), "takes text: remove actions"),
         (made(Corridor, SPLITS, keys=Keys(goal="pixels", text="view"), actions=("left", "right")), "'pixels'.*ndarray"),
     ],
 )

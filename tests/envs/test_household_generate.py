@@ -212,15 +212,15 @@ def test_mistakes_are_answered_clearly() -> None:
     env = environment()
     with pytest.raises(ValueError, match=r"no split 'tset'; there are train, train_experience, test, test_experience"):
         env.tasks("tset")
-    with pytest.raises(EnvironmentFailure, match="not of a generated home"):
+    with pytest.raises(EnvironmentFailure, match="no task of a generated home"):
         env.reset(Task("x", "put a mug in cabinet", "FloorPlan1", "train", SIMPLE))
     task = env.tasks("train")[0]
-    with pytest.raises(EnvironmentFailure, match="which that home does not have"):
+    with pytest.raises(EnvironmentFailure, match="which its home does not have"):
         env.reset(Task(task.id, task.goal, task.scene, task.split, task.kind, "", {**task.data, "item": "unicorn"}))
     for settings, message in [
         ({"visual_share": 2}, "from 0 to 1"),
         ({"remembered_share": -1}, "from 0 to 1"),
-        ({"visual_share": 0.6, "remembered_share": 0.5}, "not exceed 1 together"),
+        ({"visual_share": 0.6, "remembered_share": 0.5}, "not sum to more than 1"),
         ({"kinds": (TWO,), "visual_share": 0, "remembered_share": 0.5}, "remembered_share to 0"),
         ({"wandering_objects": 0}, "visual_share to 0"),
         ({"kinds": (TWO,)}, "visual_share to 0"),

@@ -306,7 +306,7 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
     for bad, message in {
         "{": r"line 2: Expecting",
         row(subgoals=["(a"]): r"line 2: subgoal '\(a' is no regular expression",
-        row(subgoals=["(a+)+b"]): r"line 2: subgoal '\(a\+\)\+b' repeats a repetition",
+        row(subgoals=["(a+)+b"]): r"line 2: subgoal '\(a\+\)\+b' nests repetitions",
         row(subgoals=[]): r"line 2: .*subgoals a list that is not empty",
         row(subgoals=[3]): r"line 2: subgoal 3 is not a text",
         row(additional_info={"env_name": "bake", "var": 1}): r"line 2: unknown task type 'bake'",

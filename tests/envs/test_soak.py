@@ -101,7 +101,7 @@ def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
             for episode in episodes:
                 reasons[str(episode.stop_reason)] += 1
                 if episode.stop_reason is StopReason.ENVIRONMENT_FAILURE:
-                    named = re.match(r"worker (\d+) (died \(killed by SIGKILL\)|gave no sign of life)", episode.error)
+                    named = re.match(r"worker (\d+) (died \(killed by SIGKILL\)|sent no heartbeat)", episode.error)
                     assert named and int(named[1]) in saboteur.pids, episode.error
                 else:
                     assert len(episode.steps) == 4 and not episode.error

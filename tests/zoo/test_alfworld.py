@@ -508,7 +508,7 @@ def test_the_shipped_checkpoint_is_of_the_shipped_models() -> None:
 
 def test_a_share_says_its_interval_and_whether_it_is_enough():
     share = GateResult.of("right place", [True] * 96 + [False] * 4, 0.95)
-    assert str(share) == "right place: 96.0% [90.2%, 98.4%] of 100, asked 95%: passed"
+    assert str(share) == "right place: 96.0% [90.2%, 98.4%] of 100, required 95%: passed"
     assert (
         not replace(share, right=94).passed
         and not GateResult("none", 0, 0, 0.95).passed

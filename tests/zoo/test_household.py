@@ -101,8 +101,8 @@ def test_the_gate_asks_for_pictures_in_memory_where_entries_keep_some():
     found = gate(str(FOLDER / "compiler"), scenes=2, seed=7, pictures=1)
     assert [share.name for share in found] == [
         "entries",
-        "at once, told",
-        "at once, not told",
+        "at once, known",
+        "at once, unknown",
         "view",
         "pictures in memory",
     ]

@@ -71,7 +71,7 @@ def test_a_stage_that_was_killed_at_its_last_checkpoint_takes_no_further_step(tm
 def test_a_curriculum_without_end_is_an_error(tmp_path):
     unreachable = (Level("copy", 0, 1.0),)
     for _ in range(2):  # it does not pass for finished afterwards
-        with pytest.raises(RuntimeError, match="did not get through"):
+        with pytest.raises(RuntimeError, match="did not pass all levels"):
             train_text(tokenizer(), LEXICON, tmp_path, 0, unreachable, steps=1)
 
 

@@ -1,9 +1,8 @@
-"""Gates of the small models of real ALFWorld, on games that no model learned from.
+"""Gates of the small models of real ALFWorld, on games outside the training data.
 
-An executor has to search by itself without help, follow guidance and use pasted memory equally well: otherwise a
-comparison of deliveries would handicap one of them. A compiler has to name the right place, stay silent where nothing
-is to be said, skip excluded places and cite entries of M, both with a checkpoint and as a base. The teacher's answer is
-right; states are those of episodes in which the teacher compiles and a script acts.
+An executor must search without help, follow guidance and use pasted memory equally well, so that no delivery has an
+advantage. A compiler, with a checkpoint or as a base, must name the right place, give no guidance where none is needed,
+skip excluded places and cite entries of M, as the teacher does.
 """
 
 from __future__ import annotations
@@ -28,17 +27,20 @@ from zoo.alfworld.lessons import UNASKED
 from zoo.gates import GateResult, QuestionAnswerer
 from zoo.lessons import text_deliveries
 
-SCRIPT = "script"  # instead of an executor's folder
+SCRIPT = "script"  # play the script instead of an executor
 ALONE, THRESHOLD = 0.70, 0.95
 WITHIN = (15, 30, play.STEPS)
-TOKENS = 96  # most tokens of an emission
+TOKENS = 96  # maximum tokens of an emission
 
 
 def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[GateResult]:
-    """Play the games alone, with the teacher's guidance and with all of M pasted, and measure success and obedience.
+    """Play the games without help, with the teacher's guidance and with all of M pasted; measure success and obedience.
 
-    Pasted memory has to succeed as often as guidance, within the binomial error. Obedience is how often the executor
-    goes where guidance or memory says. `SCRIPT` plays the script itself: the limit for an executor that clones it.
+    Pasted memory must succeed as often as guidance, within the binomial error. Obedience is the rate at which the
+    executor goes to a place that guidance or memory names.
+
+    Args:
+        model: an executor's folder, or `SCRIPT`, whose results bound those of an executor that clones it.
     """
     make_env, specs = play.material(work, split, limit)
     script, results = play.ScriptedPolicy.of(specs), list[GateResult]()
@@ -58,9 +60,9 @@ def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: 
             given = [example for example in executor.examples if example.choice.source is play.ChoiceSource.GIVEN]
             threshold = THRESHOLD if delivery is guided else None
             results.append(
-                GateResult.of(f"{delivery.name}, goes where it is told", _obeyed(_occasions(given)), threshold)
+                GateResult.of(f"{delivery.name}, goes to a named place", _obeyed(_occasions(given)), threshold)
             )
-            results.append(GateResult.of(f"{delivery.name}, of all steps at which it is told", _obeyed(given)))
+            results.append(GateResult.of(f"{delivery.name}, of all steps with a named place", _obeyed(given)))
     return results
 
 
@@ -69,8 +71,7 @@ def _obeyed(given: Iterable[play.ScriptedStep]) -> Iterator[bool]:
 
 
 def _occasions(given: Iterable[play.ScriptedStep]) -> Iterable[play.ScriptedStep]:
-    """Keep an episode's first state of each set of ways: an executor that errs there repeats it, and one bad episode
-    would count dozens of times."""
+    """Return an episode's first state of each set of ways, since an executor repeats its errors in the others."""
     first = dict[tuple[str, tuple[str, ...]], play.ScriptedStep]()
     for example in given:
         first.setdefault((example.episode, example.choice.commands), example)
@@ -80,7 +81,7 @@ def _occasions(given: Iterable[play.ScriptedStep]) -> Iterable[play.ScriptedStep
 def compiler_gates(
     model: str, checkpoint: str | None, work: Path, split: str, limit: int | None, seed: int = 0
 ) -> list[GateResult]:
-    """Compare a compiler's emissions with the teacher's, state by state."""
+    """Compare a compiler's emissions with the teacher's in every state."""
     make_env, specs = play.material(work, split, limit)
     situations = play.teacher_steps(make_env, specs, seed)
     compiler = load(model, checkpoint)
@@ -89,7 +90,7 @@ def compiler_gates(
 
 
 def judged(situations: Sequence[play.TeacherStep], said: Sequence[Emission]) -> list[GateResult]:
-    """Count the states in which a compiler is right: any place of M that serves the search and is not excluded."""
+    """Count the states in which a compiler is right: it may name any place of M that the search allows."""
     pairs = list(zip(situations, said, strict=True))
     named = [(s, theirs) for s, theirs in pairs if s.emission.guidance.startswith(play.GO)]
     right = [(s, _serves(s, theirs)) for s, theirs in pairs]
@@ -119,7 +120,7 @@ def _serves(situation: play.TeacherStep, theirs: Emission) -> bool:
 
 
 def _sentences(request: CompileRequest) -> set[str]:
-    """List the facts in M, in the teacher's words."""
+    """Return the facts in M, in the teacher's words."""
     return {
         play.READER.sentence(entry.provenance.scene, fact.need, fact.place)
         for entry in request.memory
@@ -128,7 +129,7 @@ def _sentences(request: CompileRequest) -> set[str]:
 
 
 def load_executor(model: str) -> FrozenExecutor:
-    """Load an executor with the prompt settings it was trained on."""
+    """Load an executor with the prompt settings of its training."""
     settings = ExecutorConfig(
         model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True, goal_last=True
     )
@@ -136,7 +137,7 @@ def load_executor(model: str) -> FrozenExecutor:
 
 
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:
-    """Load a compiler with its checkpoint; without one, the base."""
+    """Load a compiler with a checkpoint, or the base without one."""
     settings = CompilerConfig(
         model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
     )

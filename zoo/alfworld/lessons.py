@@ -1,7 +1,7 @@
 """Lessons of the small models of real ALFWorld: actions for the executor, questions for the compiler base.
 
-Every row permutes the scene labels at random, equally in memory, goal and answers: weights cannot memorise where a
-scene keeps its things, and labels of scenes without train games are learned, too.
+Every row permutes the scene labels at random, equally in memory, goal and answers, so that weights cannot memorise
+places by scene and also learn the labels of scenes without train games.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from zoo.curriculum import IGNORE, NOTHING, PROPOSED, REFUSED, Batch, pad
 from zoo.lessons import Dialogue, Lesson, collate, request_lesson
 
 EMISSION, UNASKED = "emission", ""
-KNOWN, UNKNOWN = 4, 2  # most questions on known and unknown facts of M
-SEEN, UNSEEN = 3, 2  # and on things in view and out of view
+KNOWN, UNKNOWN = 4, 2  # maximum questions on known and unknown facts of M
+SEEN, UNSEEN = 3, 2  # maximum questions on things in view and out of view
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
-NEAR = 16  # neighbours on either side to draw from
+NEAR = 16  # items on either side to draw from
 RARE, GIVEN_WEIGHT = 0.35, 2.5
-# Proportions of lessons: a place is named; one is, others are excluded (hardest); M is exhausted; a search
-# without guidance (hardest to tell from the first two); no search.
+# Proportions of lessons: a place is named; a place is named and others are excluded (hardest); M is exhausted; a search
+# without guidance (hardest to distinguish from the first two); no search.
 SHARES = {"named": 0.19, "left": 0.21, "exhausted": 0.04, "silent": 0.4, "rest": 0.16}
-AGAIN = "again"  # given places after an action: visited ones are excluded
+AGAIN = "again"  # kind of steps with named places after an action, which exclude visited ones
 CARRIED = "carried"  # kind of ways with something in hand or to a known thing
 SIDE_BY_SIDE, DRAWN = 8, 6  # steps of a row; candidates for each
-# Tokens that end the common beginning of an episode's prompts.
+# Tokens that end the shared beginning of an episode's prompts.
 BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")
-REFUSALS = 0.25  # share of visited ways among steps that have any
+REFUSALS = 0.25  # share of refusal lessons among steps that have visited ways
 MEMORY, GUIDE = "memory:", "guide:"  # in an executor's prompt
 IDS = tuple(range(2**16))  # shared int objects: encoded steps take a quarter of the memory
 T = TypeVar("T")
@@ -52,7 +52,7 @@ Ask = Callable[[TeacherStep, random.Random], tuple[CompileRequest, Dialogue]]
 
 
 class SceneLabels:
-    """Random permutations of the scene labels, in token ids."""
+    """Random permutations of the scene labels' token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][0]
@@ -86,20 +86,18 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EncodedStep:
-    """A scripted step as token ids: what all prompts of its episode begin with (first view, M), the rest of the prompt,
-    the equally good commands, and, without their end of turn, the known ways, the way to the next place and the visited
-    ways."""
+    """A scripted step as token ids; ways have no end of turn."""
 
-    given: Tokens
-    prompt: Tokens
-    wanted: tuple[Tokens, ...]
-    known: tuple[Tokens, ...] = ()
-    following: tuple[Tokens, ...] = ()  # one, or none where nothing is looked for
-    visited: tuple[Tokens, ...] = ()
+    given: Tokens  # shared beginning of the episode's prompts: first view and M
+    prompt: Tokens  # rest of the prompt
+    wanted: tuple[Tokens, ...]  # equally good commands
+    known: tuple[Tokens, ...] = ()  # ways to known places
+    following: tuple[Tokens, ...] = ()  # the way to the next place; empty without a search
+    visited: tuple[Tokens, ...] = ()  # ways to visited places
 
 
 def encode_step(tokenizer: PreTrainedTokenizerFast, example: ScriptedStep) -> EncodedStep:
-    """Encode a scripted step as `executor.base.TokenExecutor` does."""
+    """Encode a scripted step as executors do."""
     ids: Callable[[Any], list[int]] = lambda text: _shared(tokenizer(text, add_special_tokens=False)["input_ids"])
     chat = [{"role": "user", "content": example.prompt}]
     prompt = ids(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
@@ -125,8 +123,8 @@ def _shared(ids: Iterable[int]) -> list[int]:
 def step_batch(
     labels: SceneLabels, rows: Sequence[Sequence[EncodedStep]], rng: random.Random, pad_id: int, refused: int
 ) -> Batch:
-    """Batch rows of equally many steps; a row's common beginning is read once, as `given`, padded on the left, and each
-    step follows it with one of its commands (`_draw_command`)."""
+    """Batch rows of equally many steps, each with a drawn command; the model reads a row's shared beginning once, as
+    `given`, which is padded on the left."""
     begun, ids, targets, equals = [], [], [], []
     for steps in rows:
         exchanged = labels.exchange(rng)
@@ -149,13 +147,11 @@ def step_batch(
 
 
 def _draw_command(step: EncodedStep, rng: random.Random, refused: int) -> tuple[Tokens, list[set[int]]]:
-    """Draw a command with its end, and the set of right tokens at each position (empty where nothing is to be
-    predicted).
+    """Draw a command with its end, and the set of right tokens at each position (empty: no prediction).
 
-    A search is learned in two parts. Goal, memory and view propose a way, visited or not: with probability `PROPOSED` a
-    known one, otherwise the next. At its end a visited way is refused, by a token that ends no turn: there the command
-    itself holds the place, to be looked up among the actions. `REFUSALS` of the steps are visited ways, for the refusal
-    alone.
+    A search has two parts. Goal, memory and view propose a way, visited or not: with probability `PROPOSED` to a known
+    place, otherwise to the next one. Then the token `refused` ends a visited way instead of the end of turn, since the
+    model can look up a complete command among the actions. A share `REFUSALS` of the steps trains the refusal only.
     """
     end = step.wanted[0][-1]
     if step.visited and rng.random() < REFUSALS:
@@ -164,18 +160,18 @@ def _draw_command(step: EncodedStep, rng: random.Random, refused: int) -> tuple[
     if not (step.known and step.following):
         command = rng.choice(step.wanted)
         return command, _equals(command, step.wanted)
-    way = rng.choice(step.known if rng.random() < PROPOSED else step.following)  # each of them, not any: no set
+    way = rng.choice(step.known if rng.random() < PROPOSED else step.following)
     command = (*way, refused if way in step.visited else end)
     return command, [{token} for token in command]
 
 
 def _equals(command: Tokens, commands: Sequence[Tokens]) -> list[set[int]]:
-    """List, for each position, the tokens by which commands with the same prefix continue."""
+    """List the tokens that continue commands with the same prefix, by position."""
     return [{c[i] for c in commands if c[:i] == command[:i]} for i in range(len(command))]
 
 
 def kind_of(example: ScriptedStep) -> tuple[str, str]:
-    """Return the kind of a step: what the prompt has beside goal and view, and what kind of command follows."""
+    """Return the kind of a step: the help in its prompt, and the kind of command that follows."""
     given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in f"\n{example.prompt}"), "")
     verb, why = example.choice.commands[0].partition(" ")[0], example.choice.source
     if why is ChoiceSource.GIVEN:
@@ -184,12 +180,13 @@ def kind_of(example: ScriptedStep) -> tuple[str, str]:
 
 
 class ExecutorBatches:
-    """Batches of executor steps, with M or without it: `rows` of `SIDE_BY_SIDE` steps of one beginning and similar
-    length.
+    """Batches of `rows` rows of `SIDE_BY_SIDE` executor steps, which share a beginning and have similar lengths.
 
-    Kinds of steps are drawn in proportion to their number to the power of `RARE`, since rare ones have to be learned,
-    too, and those that guidance or memory decides `GIVEN_WEIGHT` times as often. `short`: only the shortest third of
-    each kind, without M, all kinds alike.
+    A kind's share is proportional to its number of steps to the power `RARE`, times `GIVEN_WEIGHT` if guidance or
+    memory decides.
+
+    Args:
+        short: use only the shortest third of each kind, without M, in equal shares.
     """
 
     def __init__(
@@ -202,7 +199,7 @@ class ExecutorBatches:
                 encoded = encode_step(tokenizer, example)
                 made = replace(
                     encoded, given=begun.setdefault(encoded.given, encoded.given)
-                )  # shared by the episode's steps
+                )  # an object that the episode's steps share
                 kinds.setdefault(kind, []).append(made)
         if short:
             kinds = {kind: sorted(steps, key=_tokens)[: -(-len(steps) // 3)] for kind, steps in kinds.items()}
@@ -230,7 +227,7 @@ class ExecutorBatches:
         return step_batch(self._labels, rows, rng=rng, pad_id=self._pad_id, refused=self._refused)
 
     def _row(self, first: EncodedStep, memory: bool, length: int, rng: random.Random) -> list[EncodedStep]:
-        """Draw further steps of the same beginning."""
+        """Draw a row: a step and others of the same beginning."""
         alike = self._alike[memory, first.given]
         kinds = self._kinds(alike, rng, SIDE_BY_SIDE - 1)
         return [first, *(_like(length, partial(rng.choice, alike[kind])) for kind in kinds)]
@@ -240,7 +237,7 @@ class ExecutorBatches:
 
 
 def _like(length: int, draw: Callable[[], EncodedStep]) -> EncodedStep:
-    """Draw a few steps and return the one whose prompt is nearest to a length, to save padding."""
+    """Draw a few steps and return the one whose prompt length is nearest to `length`, to save padding."""
     return min((draw() for _ in range(DRAWN)), key=lambda step: abs(len(step.prompt) - length))
 
 
@@ -249,9 +246,8 @@ def _tokens(step: EncodedStep) -> int:
 
 
 def all_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
-    """List the questions on a state with their answers, in random order: places of M by scene and need (some of them
-    unknown), those of `state_questions`, and the emission. Places begin with a space, as in M; without it they are
-    other tokens."""
+    """List the questions on a state with their answers, in random order: places of M by scene and need, some of them
+    unknown; `state_questions`; and the emission. Places begin with a space, as in M, to be the same tokens."""
     known = dict[tuple[str, str], dict[str, None]]()
     for entry in situation.request.memory:
         for fact in _facts(entry):
@@ -265,9 +261,8 @@ def all_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
 
 
 def state_questions(situation: TeacherStep, rng: random.Random) -> Dialogue:
-    """List the questions on view and Brief State, in random order: what is searched, which of M's places are left (best
-    first, at most six), the best one, the notes of this step, and which of some things are in view (by number: numbers
-    can be copied, "yes" and "no" cannot)."""
+    """List the questions on view and Brief State, in random order: the searched thing, M's remaining places (best
+    first), the best one, this step's notes, and the numbers of some things in view (models can copy numbers)."""
     search, found = situation.search, _in_view(situation.request.observation)
     dialogue = [("notes", render(replace(situation.emission, guidance="", reason="")))]
     asked = {*_some(found, SEEN, rng), *rng.sample(THINGS, UNSEEN)}
@@ -304,7 +299,7 @@ def _listed(places: Iterable[str]) -> str:
 
 
 class CompilerBatches:
-    """Batches of lessons on states of similar length, in the proportions of `SHARES`."""
+    """Batches of compiler lessons on states of similar length, in the proportions of `SHARES`."""
 
     def __init__(self, backbone: Backbone, situations: Sequence[TeacherStep], size: int, ask: Ask) -> None:
         self._backbone, self._size, self._ask = backbone, size, ask
@@ -336,35 +331,35 @@ def _kind(situation: TeacherStep) -> str:
 
 
 def ask_state(situation: TeacherStep, rng: random.Random) -> tuple[CompileRequest, Dialogue]:
-    """Ask about view and Brief State alone, behind a prompt without M."""
+    """Ask about view and Brief State, after a prompt without M."""
     return replace(situation.request, memory=()), state_questions(situation, rng)
 
 
 def ask_emission(situation: TeacherStep, rng: random.Random) -> tuple[CompileRequest, Dialogue]:
-    """Ask for the emission alone."""
+    """Ask for the emission only."""
     return situation.request, [(EMISSION, render(situation.emission))]
 
 
 def ask_nothing(situation: TeacherStep, rng: random.Random) -> tuple[CompileRequest, Dialogue]:
-    """Let the emission follow the prompt directly: a compiler's own task."""
+    """Let the emission follow the prompt directly, as for a compiler."""
     return situation.request, [(UNASKED, render(situation.emission))]
 
 
 def without_memory(situations: Iterable[TeacherStep]) -> list[TeacherStep]:
-    """Keep the states whose emission follows from view and Brief State, and remove M: nothing is said, or a place of
-    this scene that is noted already."""
+    """Return, without M, the states whose emission follows from view and Brief State: no guidance, or a place of this
+    scene that the Brief State notes."""
     kept = []
     for each in situations:
-        said, state = each.emission, each.request.state
-        place, scene = said.guidance.removeprefix(GO), each.request.goal.partition(":")[0]
-        noted = said.reason.startswith(scene) and said.reason.endswith(f" was in {place}")
-        if state is not None and state.current and (noted or not said.guidance):
+        emission, state = each.emission, each.request.state
+        place, scene = emission.guidance.removeprefix(GO), each.request.goal.partition(":")[0]
+        noted = emission.reason.startswith(scene) and emission.reason.endswith(f" was in {place}")
+        if state is not None and state.current and (noted or not emission.guidance):
             kept.append(replace(each, request=replace(each.request, memory=())))
     return kept
 
 
 def ask_all(situation: TeacherStep, rng: random.Random, emission_first: float) -> tuple[CompileRequest, Dialogue]:
-    """Ask all questions, the emission first at the rate `emission_first`."""
+    """Ask all questions, in a share `emission_first` of the cases with the emission first."""
     dialogue = list(all_questions(situation, rng))
     if rng.random() < emission_first:
         dialogue.sort(key=lambda turn: turn[0] != EMISSION)

@@ -1,7 +1,7 @@
-"""Episodes of real ALFWorld games as training material: a scripted executor, and the states of teacher and executors.
+"""Episodes of real ALFWorld games for training: a scripted executor, and the states of teacher and executors.
 
-Every task has the memory of an evaluation: K entries of the bank that the expert fills from the train games, none of
-them of its own game.
+As in an evaluation, every task has K entries of the bank that the expert fills from the train games, without the task's
+own game.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ READER = AlfworldReader()
 TEACHER = ExpertTeacher(reader=READER)
 K, STEPS, SIDE_BY_SIDE = 4, 50, 64
 READS = ExecutorView(first_view=True, goal_last=True)
-"""What the executor reads: guidance with its reason, no Brief State, as in the paper; the first view, which alone lists
-the places; and the goal at the end, where a small model attends to it."""
+"""The executor reads guidance with its reason, as in the paper; the first view, since no later one lists the places;
+and the goal at the end, where a small model attends to it."""
 GO = "go to "
 
 Make = Callable[[], Environment]
 
 
 def material(work: Path, split: str = "train", limit: int | None = None) -> tuple[Make, list[EpisodeSpec]]:
-    """Return an environment factory, and the first `limit` games of a split, each with its memory; the bank lies beside
+    """Return an environment factory, and the first `limit` games of a split with their memories; the bank is beside
     `work`.
 
     Raises:
-        FileNotFoundError: ALFWORLD_DATA names no games.
+        FileNotFoundError: ALFWORLD_DATA holds no games.
     """
     config = EvalConfig(env=AlfworldSettings(), memory=EvalMemoryConfig(k=K), split=split, limit=limit)
     envs = Environments(config.env)  # in this process: needs no close
@@ -59,7 +59,7 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
 
 
 class ChoiceSource(StrEnum):
-    """Why the script chooses a command."""
+    """The script's reason for a command."""
 
     GIVEN = "given"  # guidance or memory names the place
     SEARCH = "search"  # nothing names the place
@@ -68,7 +68,7 @@ class ChoiceSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedChoice:
-    """The script's choice in one state, and its source."""
+    """The script's choice in one state."""
 
     commands: tuple[str, ...]  # equally good
     source: ChoiceSource
@@ -79,12 +79,10 @@ class ScriptedChoice:
 
 @dataclass
 class ScriptedPolicy:
-    """A competent executor's choices, from its prompt alone.
+    """A script that chooses a competent executor's commands from its prompt.
 
-    It knows commands and recipes but not where things are: it goes where guidance or pasted memory says, and otherwise
-    to the next unvisited place of the first view, after the last one visited. Places count as unvisited again once
-    something was taken. It reads only actions that the prompt shows; of pasted memory it uses entries on this thing in
-    this scene alone, and of several places named any will do.
+    It goes to an unvisited place that guidance or, for this thing in this scene, pasted memory names, and otherwise to
+    the next unvisited place of the first view. A take resets the visits.
     """
 
     entries: Mapping[str, MemoryEntry]  # of pasted memory, by text
@@ -94,7 +92,7 @@ class ScriptedPolicy:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
     def choices(self, request: ExecutorRequest, plan: Sequence[str]) -> ScriptedChoice:
-        """Return the equally good commands (none without a way to the goal) and their source."""
+        """Return the equally good commands (none without a plan) and their source."""
         need, commands = READER.need(plan), request.admissible or ()
         request = replace(request, history=request.history[-request.max_history :] if request.max_history else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
@@ -134,9 +132,8 @@ class ScriptedPolicy:
 
 
 def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -> tuple[str, ...]:
-    """List the commands as good as the plan's next action: the action itself with any suitable thing or place at hand,
-    or the ways to places of the kind it needs; none while the thing has yet to be found. The second of two things has
-    to go where the first one is."""
+    """List the commands that are as good as the plan's next action: with any suitable thing or place at hand, or the
+    ways to suitable places; none before the thing is found. The second of two things must go to the first's place."""
     deed = next((c for c in plan if not c.startswith((GO, "open ", "close "))), "")
     second = "two " in goal and sum(PUT.fullmatch(c) is not None for c in plan) == 1
     if take := TAKE.fullmatch(deed):
@@ -156,13 +153,13 @@ def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -
 
 
 def _from(place: str, places: Sequence[str]) -> Sequence[str]:
-    """Rotate places to begin after one of them."""
+    """Rotate a list of places to begin after one of them."""
     at = places.index(place) + 1 if place in places else 0
     return [*places[at:], *places[:at]]
 
 
 def _visited(history: Sequence[str]) -> Sequence[str]:
-    """List the places visited since something was last taken."""
+    """List the places visited since the last take."""
     taken = max((i for i, command in enumerate(history) if TAKE.fullmatch(command)), default=-1)
     return list(dict.fromkeys(c.removeprefix(GO) for c in history[taken + 1 :] if c.startswith(GO)))
 
@@ -179,8 +176,8 @@ class ScriptedStep:
 
 @dataclass
 class ImitatedExecutor:
-    """An executor whose every state the script labels (DAgger, Ross et al. 2011). Without an `actor` the script acts,
-    and at the rate `strays` ignores guidance and memory."""
+    """An executor whose states the script labels (DAgger, Ross et al. 2011). Without an `actor` the script acts, and
+    ignores guidance and memory at a share `strays` of the steps."""
 
     needs_expert: ClassVar[bool] = True
     script: ScriptedPolicy
@@ -205,7 +202,7 @@ class ImitatedExecutor:
         return made
 
     def _drawn(self, request: ExecutorRequest, choice: ScriptedChoice) -> Action:
-        """Draw one of the commands; chance depends on seed, goal and history alone."""
+        """Draw one of the commands, as a function of seed, goal and history."""
         chance, commands = random.Random(f"{self.seed} {request.goal} {request.history}"), choice.commands
         if choice.source is ChoiceSource.GIVEN and chance.random() < self.strays:
             commands = tuple(c for c in request.admissible or () if c.startswith(GO))
@@ -216,8 +213,8 @@ class ImitatedExecutor:
 def scripted_steps(
     make_env: Make, specs: Sequence[EpisodeSpec], pupil: ImitatedExecutor, seed: int, steps: int = STEPS
 ) -> list[ScriptedStep]:
-    """Play `specs` and return the script's choices: all under "static", whose prompts are the hardest to learn, and an
-    equal share under each other delivery."""
+    """Play `specs` and return the script's choices: all specs under "static", whose prompts are the hardest to learn,
+    and an equal share under each other delivery."""
     deliveries = text_deliveries(TEACHER, seed)
     for i, delivery in enumerate(deliveries):
         run_games(
@@ -233,7 +230,7 @@ def scripted_steps(
 def run_games(
     make_env: Make, specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor, steps: int = STEPS
 ) -> list[Episode]:
-    """Play all specs. Raises: RuntimeError where an episode failed."""
+    """Play all specs. Raises: RuntimeError, if an episode failed."""
     episodes = run_episodes(
         make_env, specs, delivery=delivery, executor=executor, limits=EpisodeLimits(steps), concurrency=SIDE_BY_SIDE
     )
@@ -244,7 +241,7 @@ def run_games(
 
 @dataclass(frozen=True, slots=True)
 class TeacherStep:
-    """A state of a compiler, with the teacher's emission and its search."""
+    """A compiler's state, with the teacher's emission and search."""
 
     request: CompileRequest
     emission: Emission
@@ -253,24 +250,24 @@ class TeacherStep:
 
 @dataclass
 class RecordingTeacher:
-    """The expert teacher, which records every state it compiles."""
+    """The expert teacher, which records every state that it compiles."""
 
     needs_expert: ClassVar[bool] = True
     steps: list[TeacherStep] = field(default_factory=list)
 
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         made = TEACHER.compile(requests, contexts)
-        for request, context, said in zip(requests, contexts, made, strict=True):
+        for request, context, compilation in zip(requests, contexts, made, strict=True):
             found = TEACHER.search(request, context.plan)
-            self.steps.append(TeacherStep(request, said.emission, found))
+            self.steps.append(TeacherStep(request, compilation.emission, found))
         return made
 
 
 def teacher_steps(
     make_env: Make, specs: Sequence[EpisodeSpec], seed: int, strays: float = 0.15, steps: int = STEPS
 ) -> list[TeacherStep]:
-    """Play `specs` with the teacher as compiler and a script that follows it, except at the rate `strays`; return all
-    states in the order of their steps."""
+    """Play `specs` with the teacher as compiler and a script that ignores it at a share `strays` of the steps; return
+    all states in order."""
     teacher = RecordingTeacher()
     pupil = ImitatedExecutor(ScriptedPolicy.of(specs), strays=strays, seed=seed)
     run_games(

@@ -3,13 +3,10 @@
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
-Both start from a model that looks things up untrained (`zoo/induction_init.py`) and go from short prompts to long ones;
-matrices are multiplied in bfloat16, weights are saved as float16. The executor learns on short prompts, then clones a
-script (`play.py`) under all text deliveries. The compiler base answers questions on view and Brief State without M,
-then with M, mostly for the emission; at last it writes the emission unasked, so that SFT has little left to change.
-
-No valid game is used: games and memory are of the train split, and every 25th game is held out for the exams in the
-log.
+Both start from a model that looks things up untrained (`zoo/induction_init.py`), multiply matrices in bfloat16 and save
+float16. The executor clones a script (`play.py`), first on short prompts, then under all text deliveries. The compiler
+base answers questions on view and Brief State, then also on M, and finally writes emissions without a question. Games
+and memory are of the train split, of which every 25th game is held out for the exams in the log.
 """
 
 from __future__ import annotations
@@ -45,9 +42,9 @@ from zoo.recipes import Draw, train_stage, write_model
 EXAM_OF = 25  # every 25th game is held out for exams
 EXECUTOR_LAYERS, COMPILER_LAYERS = 5, 6
 RATE = 1e-3
-STRAYS = 0.15  # rate at which the script ignores guidance and memory, so that recovery is learned, too
+STRAYS = 0.15  # share of steps at which the script ignores guidance and memory, so that models learn to recover
 DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
-"""Synthetic documents mixed with real prompts, so that look-up is not forgotten."""
+"""Synthetic documents to mix with real prompts, so that models do not forget look-up."""
 
 ASKED, UNASKED = (0.07, 0.13, 0.3, 0.5), (0.05, 0.05, 0.15, 0.75)  # shares of lessons: see `_emissions`
 EXECUTOR_STAGES = ("short", "cloning")
@@ -57,12 +54,12 @@ COMPILER_STAGES = ("states", "emissions", "writing")
 def train_executor(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 800), batch: int = 6
 ) -> None:
-    """Train the executor: on short prompts, then by cloning.
+    """Train the executor on short prompts, then by cloning.
 
     Args:
         games: number of train games (default: all).
-        steps: on short prompts, and of cloning.
-        batch: rows of up to eight steps with a common beginning.
+        steps: steps on short prompts, and of cloning.
+        batch: rows per batch, of up to eight steps with a shared beginning.
     """
     material = _Material(work, seed, games=games, batch=batch, few=2 * batch)
     model: PreTrainedModel = build_induction_model(material.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
@@ -96,10 +93,10 @@ def train_compiler(
     steps: Sequence[int] = (200, 2600, 1000),
     batch: int = 20,
 ) -> None:
-    """Train the compiler base: view and Brief State without M, then all of it, then the emission unasked.
+    """Train the compiler base without M, then with M, then on emissions without a question.
 
     Args:
-        steps: without M, with it, and unasked.
+        steps: steps of the three stages.
     """
     material = _Material(work, seed, games=games, batch=batch, few=max(batch // 2, 1))
     model: PreTrainedModel = build_induction_model(material.tokenizer, COMPILER_LAYERS, seed)
@@ -122,7 +119,7 @@ def train_compiler(
 
 @dataclass
 class _Material:
-    """Games, steps of teacher and script, and synthetic documents of both recipes."""
+    """Training material of both recipes: games, steps of teacher and script, and synthetic documents."""
 
     work: Path
     seed: int
@@ -146,9 +143,12 @@ class _Material:
         rate: float = RATE,
         scaled: bool = False,
     ) -> PreTrainedModel:
-        """Train one stage on what `draws` returns: batches to learn from and the exam. `scaled`: scale the learning
-        rates of set heads."""
-        if stages.finished(folder := self.work / name):  # do not play games for it
+        """Train one stage on the batches and the exam that `draws` returns.
+
+        Args:
+            scaled: scale the learning rates of set heads.
+        """
+        if stages.finished(folder := self.work / name):  # before `draws` plays games
             return LlamaForCausalLM.from_pretrained(folder)
         draw, exam = draws()
         scales = learning_rate_scales(model) if scaled else None
@@ -201,7 +201,7 @@ def _states(material: _Material, model: PreTrainedModel) -> tuple[Draw, Draw]:
 
 
 def _emissions(material: _Material, model: PreTrainedModel, ask: Ask, shares: Sequence[float]) -> tuple[Draw, Draw]:
-    """Mix documents, states without M, all questions and the question of `ask`, in these shares."""
+    """Mix documents, states without M, all questions, and the question of `ask` in these shares."""
     draws, all_of_it = (
         partial(CompilerBatches, Backbone(model, material.tokenizer)),
         partial(ask_all, emission_first=0.5),

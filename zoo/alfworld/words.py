@@ -1,5 +1,4 @@
-"""Single tokens of real ALFWorld: places and scenes, things without their number, words of commands and answers, and
-fixed phrases."""
+"""Single tokens of real ALFWorld: places, scenes, things without numbers, words and phrases."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from zoo.curriculum import ROOM
 from zoo.models import Lexicon
 from zoo.words import PLACES, THINGS
 
-LAMPS = "desklamp", "floorlamp"  # goals name them beside the thing to look at
+LAMPS = "desklamp", "floorlamp"  # goals name them besides the thing to look at
 WORDS = """a an the some and or of it is was in on at to from with using under no not nothing next You you your are put
 two them find look examine clean heat cool hot take move open close use slice inventory help go turn carrying because
 The failed memory goal done now note did guide see soft system user assistant maybe plan where who what which best place
@@ -35,9 +34,9 @@ PHRASES = (
     "= maybe",
 )
 JOINTS = (", you see", ", and a", ", a", "\nsee:", "\ndid:", "\nguide:", "\nnote:", "\nnow:", "\nnext:", "\ndone:")
-NUMBERS = tuple(f" {i}" for i in range(1, 10))  # of things: only a place and its number are one token
+NUMBERS = tuple(f" {i}" for i in range(1, 10))  # of things; a place and its number are one token
 SCENES = tuple(f"FloorPlan{room + i}" for room in (0, 200, 300, 400) for i in range(1, 31))
-"""All 120 scenes, 108 of them in train games; training draws scene labels at random, so it covers the others too."""
+"""All 120 scenes, 108 of which have train games; random scene labels in training cover the others."""
 
 _PLACES = tuple(f"{name} {i}" for name, count in PLACES.items() for i in range(1, count + 1))
 LEXICON = Lexicon(

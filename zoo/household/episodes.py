@@ -1,5 +1,7 @@
-"""Pretraining material of generated homes: memory entries, and examples for compiler and executor. All scenes are of
-the split `pretrain`, which shares no layout with other splits."""
+"""Pretraining material of generated homes: memory entries, and examples for compiler and executor.
+
+All scenes are of the split `pretrain`, which shares no layout with other splits.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from zoo.household.lessons import CompilerExample
 from zoo.lessons import text_deliveries
 
 SPLIT = "pretrain"
-VISUAL = 0.5  # share of visual tasks, where memory holds no pictures
+VISUAL = 0.5  # share of visual tasks if memory holds no pictures
 TEACHER = ExpertTeacher(reader=HouseholdReader())
 
 
 @dataclass
 class EntryPool:
-    """Memory entries of the pretraining scenes, and task memories drawn from them as a bank would retrieve them."""
+    """Memory entries of the pretraining scenes, from which it draws task memories as a bank retrieves them."""
 
     entries: list[MemoryEntry]
     marks: dict[str, str] = field(default_factory=dict)  # the place marked in a home's entries, by home
@@ -49,7 +51,7 @@ class EntryPool:
 
     @classmethod
     def collect(cls, env: HouseholdEnvironment, tasks: Sequence[Task], pictures: int = 0) -> EntryPool:
-        """Collect the entries of the expert's episodes of `tasks`, with `pictures` of each."""
+        """Collect the entries of the expert's episodes of `tasks`, with `pictures` pictures each."""
         specs = [EpisodeSpec(task) for task in tasks]
         played = run_episodes(
             lambda: env,
@@ -69,8 +71,7 @@ class EntryPool:
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
         """Draw k entries in random order: the right one (if any), others of its scene, and other scenes' entries on the
-        same object. Scene labels repeat after 64 scenes: entries of other scenes with the task's own label are left
-        out."""
+        same object, except from scenes with the same label."""
         own = self.by_scene[_scene_key(task.id)]
         right = [e for e in own if (fact := first_taken(e.provenance.actions)) and fact[0] == thing]
         others = [e for e in own if e not in right]
@@ -98,7 +99,10 @@ def _subject(entry: MemoryEntry) -> tuple[str, str]:
 
 def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnvironment, list[EpisodeSpec], EntryPool]:
     """Create an environment of pretraining scenes, its tasks with two to six entries each, and the pool of entries.
-    With pictures in memory, a third of the tasks need them, and another third need the view."""
+
+    Args:
+        pictures: pictures per entry; above 0, a third of the tasks need them, and another third need the view.
+    """
     rng = random.Random(seed)
     visual, remembered = (0.34, 0.33) if pictures else (VISUAL, 0.0)
     env = HouseholdEnvironment(seed, {SPLIT: scenes}, visual_share=visual, remembered_share=remembered)
@@ -112,19 +116,19 @@ def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnviro
 
 
 def _some_with_pictures(memory: Sequence[MemoryEntry], rng: random.Random) -> tuple[MemoryEntry, ...]:
-    """Keep the pictures of a random number of entries: with few pictures it is easier to learn which is whose."""
-    kept = rng.sample(range(len(memory)), rng.randint(0, len(memory)))
-    return tuple(entry if i in kept else replace(entry, images=()) for i, entry in enumerate(memory))
+    """Remove the pictures of a random number of entries, since few pictures are easier to learn from."""
+    pictured = rng.sample(range(len(memory)), rng.randint(0, len(memory)))
+    return tuple(entry if i in pictured else replace(entry, images=()) for i, entry in enumerate(memory))
 
 
 def _object_of(env: Environment, task: Task) -> tuple[str, str]:
-    """Return (kind, place) of the object that a task is about."""
+    """Return (kind, place) of a task's object."""
     env.reset(task)
     return first_taken(env.expert() or []) or ("", "")
 
 
 def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -> list[CompilerExample]:
-    """Collect the states of the teacher's episodes with detours in `scenes` pretraining scenes."""
+    """Collect the states of the teacher's episodes, with detours, in `scenes` pretraining scenes."""
     env, specs, pool = material(scenes, seed, pictures)
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
     episodes = run_episodes(
@@ -145,7 +149,7 @@ def compiler_examples(scenes: int, seed: int, pictures: int = 0, max_steps: int 
 
 
 def _marks(env: Environment, spec: EpisodeSpec, pool: EntryPool) -> tuple[str, str, dict[str, str]]:
-    """Return the place marked in the view, the one marked in any picture ("" for none), and M's marks by scene."""
+    """Return the place marked in the view, the one marked in any picture ("": none), and M's marks by scene."""
     place, marks = _object_of(env, spec.task)[1], defaultdict[str, set[str]](set)
     for entry in spec.memory:
         if entry.images:
@@ -165,14 +169,14 @@ def _compiler_example(step: StepInput, emission: str, marks: tuple[str, str, dic
 
 @dataclass
 class ScriptedExecutor:
-    """An executor that goes where guidance or memory says, and otherwise searches unvisited places in random order. It
-    knows no more than its prompt."""
+    """An executor that goes to the place that guidance or memory names, and otherwise searches unvisited places in
+    random order."""
 
     needs_expert: ClassVar[bool] = True
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: ExecutorView = FULL_VIEW  # as in the prompts that the shipped executor was cloned on
+    reads: ExecutorView = FULL_VIEW  # as in the training prompts of the shipped executor
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -212,7 +216,7 @@ class ExecutorExample:
 
 
 def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[ExecutorExample]:
-    """Play the scripted executor in `scenes` pretraining scenes, a quarter of the episodes under each text delivery."""
+    """Play the scripted executor in `scenes` pretraining scenes, with equal shares of the text deliveries."""
     env, specs, _ = material(scenes, seed)
     random.Random(seed).shuffle(specs)
     deliveries = text_deliveries(TEACHER, seed)
@@ -232,5 +236,5 @@ def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[Execu
 
 
 def _scene_key(task_id: str) -> str:
-    """Return split and scene number, the same for a scene's tasks and its experience."""
+    """Return split and scene number, which a scene's tasks and experience share."""
     return re.sub(r"_experience", "", task_id.rsplit("/", 1)[0])

@@ -1,9 +1,8 @@
-"""Gate of the compiler base on held-out scenes: it must find what entries say and pictures mark, and know whether any
-entry tells the goal's place.
+"""Gate of the compiler base on held-out scenes: it must look up places in entries and pictures, and know whether any
+entry has the goal's place.
 
-Soft tokens, GRPO and the comparison of deliveries mean nothing below this gate: a compiler that cannot look up delivers
-noise, and one that does not know at once whether M tells the place cannot choose between guidance and silence. Task
-memories come from a real bank through real retrieval. Answers are greedy text; one counts if its place is right.
+Training and comparisons of deliveries need a base that passes: a compiler that cannot look up delivers noise. Task
+memories come from a bank through retrieval. Answers are greedy text, of which only the place counts.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from zoo.curriculum import NOTHING
 from zoo.gates import GateResult, QuestionAnswerer
 from zoo.household.episodes import TEACHER
 
-THRESHOLD = 0.95  # for entries; SFT may still teach what pictures mark
-ENTRIES, KNOWN, UNKNOWN, VIEW, PICTURES = "entries", "at once, told", "at once, not told", "view", "pictures in memory"
+THRESHOLD = 0.95  # for entries; SFT may still teach to read pictures
+ENTRIES, KNOWN, UNKNOWN, VIEW, PICTURES = "entries", "at once, known", "at once, unknown", "view", "pictures in memory"
 ANSWER = re.compile(rf"[a-z]+ \d+$|{NOTHING}$")
 
 
@@ -41,14 +40,16 @@ class _Question:
     request: CompileRequest
     ask: str
     answer: str
-    chance: float  # accuracy of a random entry, receptacle or picture, or of always answering "nothing"
+    chance: float  # accuracy of a random choice, or of always answering "nothing"
 
 
 def gate(model: str, scenes: int, seed: int, pictures: int) -> list[GateResult]:
-    """Ask a compiler base, on `scenes` held-out scenes, for the places in entries, the view and M's pictures.
+    """Ask a compiler base, on `scenes` held-out scenes, for places in entries, the view and M's pictures.
 
-    "At once" asks for the goal's place in one word, where entries tell it and where they do not. `pictures`: kept per
-    entry.
+    "At once" questions ask for the goal's place in one word, whether entries have it or not.
+
+    Args:
+        pictures: pictures per entry.
     """
     questions = list(_questions(scenes, seed, pictures))
     asks = {id(question.request): question.ask for question in questions}
@@ -66,7 +67,7 @@ def gate(model: str, scenes: int, seed: int, pictures: int) -> list[GateResult]:
 
 
 def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
-    """Yield questions about each task of the gate's scenes, equally many of each task family."""
+    """Yield the questions about each task of the gate's scenes."""
 
     def make_env() -> HouseholdEnvironment:
         visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)

@@ -1,8 +1,7 @@
-"""Lessons of the compiler base: questions about memory and picture in the compiler's own prompt, and gathering.
+"""Lessons of the compiler base: questions about memory and pictures after the compiler's prompt, and gathering.
 
-Questions are those that an instruction-tuned model answers anyway ("where is the mug", "what is marked"; "emission":
-the base writes the language when asked, and SFT teaches it to write unasked). Gathering stands in for what a large
-base's attention brings along.
+They replace abilities of large bases: an instruction-tuned model answers such questions untrained ("where is the mug",
+"what is marked", "emission"), and its attention gathers content at memory tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class CompilerExample:
 
     request: CompileRequest
     emission: str  # the teacher's
-    marked: str | None  # the place that the view marks, or "nothing"; None once that is useless
+    marked: str | None  # the place that the view marks, or "nothing"; None once the agent holds the object
     shown: str | None  # the object's place, if only a picture (view or M) shows it; as above
     pictured: Mapping[str, str] = field(default_factory=dict)  # the place that M's pictures mark, by scene
 
@@ -43,15 +42,12 @@ class CompilerExample:
 
 
 def dialogue(example: CompilerExample, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
-    """Draw up to fifteen questions with their answers: several per prompt make the signal dense.
+    """Draw up to fifteen questions with their answers.
 
-    "place" asks where M's text puts the goal's object, in one word, or "nothing". It comes first, so that the answer
-    cannot be copied from a sentence. Then, in random order: "where" asks for the same as a sentence, of the goal's
-    object or of any entry's; "place in" is "place" for what entries are about; "marked" asks what the view or M's
-    picture of a scene marks; "emission" asks for the teacher's emission, alone in half of the dialogues: its first
-    token says whether M knows the place, and a base that meets that token once in a hundred does not learn it
-    (measured). Answers that are places begin with a space, as in M: a tokenizer of whole words gives them another token
-    without it.
+    "place" asks for the goal's place in M's text, in one word; it comes first, so that no sentence shows the answer.
+    Others, in random order: "where" asks for a place as a sentence, "place in" for an entry's place, "marked" for the
+    mark of a picture, "emission" for the teacher's emission. Half of the dialogues have only "emission", whose first
+    token is otherwise too rare to learn. Places begin with a space, as in M, to be the same tokens.
     """
     if emissions and rng.random() < 0.5:
         return [("emission", example.emission)]
@@ -81,22 +77,21 @@ def dialogue(example: CompilerExample, rng: random.Random, emissions: bool) -> l
 
 
 def question_lesson(backbone: Backbone, example: CompilerExample, rng: random.Random, emissions: bool) -> Lesson:
-    """Draw a lesson of questions behind the compile prompt."""
+    """Draw a lesson of questions after the compile prompt."""
     return request_lesson(backbone, example.request, dialogue(example, rng, emissions))
 
 
 def gathering_lesson(backbone: Backbone, example: CompilerExample, rng: random.Random) -> Lesson:
     """Append 4 to 8 memory tokens to an emission, each of which predicts the place that a picture shows, or " nothing".
 
-    The emission itself is not learned here. The stage gives SFT a direction to read: without it, LoRA on q and v alone
-    did not find the mark in a few hundred steps (measured: action loss 0.87 a token before and after).
+    Without this stage, LoRA on q and v did not learn to find the mark in a few hundred steps of SFT.
     """
     prompt = backbone.encode(compiler_parts(example.request))
     prompt = prompt.extended([*backbone.ids(example.emission), backbone.end_id])
     n = rng.randint(4, 8)
     target = list(backbone.ids(f" {example.shown or NOTHING}"))
-    labels = [IGNORE] * (len(prompt.ids) + 1) + target * n  # a memory token predicts at its own position:
-    return Lesson(prompt.extended([backbone.memory_id] * (n + 1)), tuple(labels))  # add one
+    labels = [IGNORE] * (len(prompt.ids) + 1) + target * n  # one token more: the label follows its token
+    return Lesson(prompt.extended([backbone.memory_id] * (n + 1)), tuple(labels))
 
 
 def question_batch(
@@ -119,9 +114,8 @@ def gathering_batch(backbone: Backbone, examples: Sequence[CompilerExample], rng
 def _draw_examples(
     examples: Sequence[CompilerExample], rng: random.Random, n: int, emissions: bool
 ) -> list[CompilerExample]:
-    """Draw examples, three in four of them before the object is found; with emissions, the teacher speaks in at least a
-    third of those. In episodes these are one in three and one in twenty, and a base trained at that rate learned
-    neither to read marks nor to speak (measured)."""
+    """Draw examples, three in four of them before the object is found; with emissions, the teacher gives guidance in at
+    least a third of those. A base trained at the episodes' lower rates learned neither marks nor guidance."""
     searching = [s for s in examples if s.marked is not None]
     drawn = rng.sample([s for s in searching if s.speaks], n // 4) if emissions else []
     drawn += rng.sample(searching, 3 * n // 4 - len(drawn))

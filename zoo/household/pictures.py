@@ -1,8 +1,7 @@
-"""Random lessons in reading pictures: the place that a picture marks, and which of M's pictures shows which home.
+"""Random lessons in reading pictures: the place that a picture marks, and the home that each of M's pictures shows.
 
-In a teacher's episodes one answer in a hundred is about a mark, and a base trained on those alone told marked views
-from unmarked ones, but not which place is marked (28 % of 384, after 850 steps). Here prompts are short and most
-answers are.
+Prompts are short and most answers are marks, since a base trained on the teacher's episodes, where one answer in a
+hundred is a mark, did not learn which place is marked.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from zoo.lessons import Lesson, collate, dialogue_lesson, request_lesson
 
 
 def picture_batch(backbone: Backbone, rng: random.Random, batch: int, views: bool) -> Batch:
-    """Draw lessons about views alone, or about views and M's pictures behind whole prompts."""
+    """Draw lessons about views without prompts, or about views and M's pictures after whole prompts."""
     draw = view_lesson if views else picture_lesson
     return collate(backbone, [draw(backbone, rng) for _ in range(batch)])
 
 
 def view_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
-    """Draw a view without a prompt, and ask what it marks. Reading marks forms here in 100 to 200 steps; behind whole
-    prompts it did not begin to in as many (measured)."""
+    """Draw a view without a prompt, from which a model learns marks in 100 to 200 steps, and ask for its mark."""
     mark = _mark(rng)
     view = [PromptPart(text="view: "), PromptPart(image=draw_room(_room(mark, rng), mark, rng))]
     return dialogue_lesson(backbone, view, [("what is marked", f" {mark or NOTHING}")])
 
 
 def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
-    """Draw one to five entries of a few homes, some with a picture, a goal and a view; ask for the goal's place, as M's
-    text gives it, and for what each picture marks."""
+    """Draw one to five entries of a few homes, some with a picture, a goal and a view; ask for the goal's place in M's
+    text and for the mark of each picture."""
     few = rng.randint(1, 3)
     pairs = list(product(rng.sample(LEXICON.scenes, few), rng.sample(LEXICON.things, few)))
     places = {pair: rng.choice(LEXICON.places) for pair in rng.sample(pairs, rng.randint(1, min(5, len(pairs))))}
@@ -62,7 +60,7 @@ def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
 
 
 def _entry(scene: str, thing: str, place: str, marks: dict[str, str], rng: random.Random) -> MemoryEntry:
-    """Draw an entry; the first of a home may have a picture, whose mark is added to `marks`."""
+    """Draw an entry; the first of a home may have a picture, and adds its mark to `marks`."""
     goal = f"in {scene}: put a {thing} in {rng.choice(LEXICON.goals)}"
     text, images = f"{goal}{FORMS[-1].format(scene=scene, thing=thing)} {place}", tuple[bytes, ...]()
     if scene not in marks and rng.random() < 0.7:
@@ -74,7 +72,7 @@ def _entry(scene: str, thing: str, place: str, marks: dict[str, str], rng: rando
 
 
 def draw_room(room: Sequence[str], mark: str, rng: random.Random) -> Image:
-    """Draw a picture of a room's places: the marked one ("" for none), a few open, and half the time the agent."""
+    """Draw a picture of a room with a mark ("": none), a few open places, and in half of the cases the agent."""
     cells = dict(zip(room, cells_of(list(room)).values(), strict=True))
     pixels = floor_plan({cell: name.split()[0] for name, cell in cells.items()})
     for name in rng.sample(list(room), rng.randint(0, 2)):
@@ -88,11 +86,11 @@ def draw_room(room: Sequence[str], mark: str, rng: random.Random) -> Image:
 
 
 def _room(mark: str, rng: random.Random) -> list[str]:
-    """Draw the places of a room, in random order, including the marked one."""
+    """Draw the places of a room, including the marked one, in random order."""
     room = {*rng.sample(RECEPTACLE_NAMES, rng.randint(8, 14)), *filter(None, [mark])}
     return rng.sample(sorted(room), len(room))
 
 
 def _mark(rng: random.Random) -> str:
-    """Draw the place that a picture marks; "" for none, in one picture of four."""
+    """Draw the place that a picture marks; "" (none) for one picture in four."""
     return "" if rng.random() < 0.25 else rng.choice(RECEPTACLE_NAMES)

@@ -3,12 +3,10 @@
     memcompiler zoo compiler --out zoo/household/compiler
     memcompiler zoo executor --out zoo/household/executor
 
-Both start with the text curriculum (`zoo/curriculum.py`). The compiler base then learns to answer questions about task
-memory and pictures in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather what a picture
-shows at reserved memory tokens (`lessons.py`); writing emissions unasked and conditioning an executor by soft tokens is
-left to SFT. The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts without memory,
-with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split `pretrain`, which shares
-no layout with other splits.
+Both start with the text curriculum (`zoo/curriculum.py`). The compiler base then learns to answer questions about
+memory and pictures after the compiler's prompt, and to gather the content of pictures at memory tokens (`lessons.py`);
+SFT teaches emissions without a question, and soft tokens. The executor clones a scripted executor (`episodes.py`) on
+prompts without memory, with all of M pasted, with right guidance and with wrong guidance.
 """
 
 from __future__ import annotations
@@ -45,12 +43,11 @@ def train_compiler(
 ) -> None:
     """Train the compiler base.
 
-    Stages: text curriculum; marks in pictures; questions; questions about M's pictures and "ask: emission" (a large
-    instruction-tuned model can write the language when asked, too); gathering at the memory tokens.
+    Stages: text curriculum; marks in pictures; questions; questions about M's pictures and the emission; gathering.
 
     Args:
-        scenes: pretraining scenes of the third stage; later ones use half.
-        steps: of the four stages after the text curriculum.
+        scenes: pretraining scenes of the third stage; later stages use half.
+        steps: steps of the four stages after the text curriculum.
     """
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer(LEXICON)
@@ -60,7 +57,7 @@ def train_compiler(
     model: Any = make_compiler(tokenizer)
     model.model.language_model.load_state_dict(text_model.model.state_dict())  # the same function of text
     backbone = Backbone(model, processor)
-    view_steps = steps[0] // 3  # the first steps ask about views alone
+    view_steps = steps[0] // 3  # the first steps ask about views only
     model = stages.train_on_answers(
         model,
         work / "marks",
@@ -145,7 +142,7 @@ def train_executor(
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
-    """Return both as text, so that the completion ends with the end of turn and not with the newline behind it."""
+    """Return both as text, so that the completion ends with the end of turn, without the newline after it."""
     chat = [{"role": "user", "content": example.prompt}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return {"prompt": prompt, "completion": f"{example.action}{tokenizer.eos_token}"}  # type: ignore[dict-item]
