@@ -41,7 +41,7 @@ _LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # se
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete, corrupt or of another model; the message says which."""
+    """A checkpoint is missing, incomplete, corrupt or of another model; the message names the cause."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -175,7 +175,7 @@ def lora_config(folder: Path) -> LoraConfig:
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
-        assert isinstance(config, LoraConfig)  # as peft_type says
+        assert isinstance(config, LoraConfig)  # follows from peft_type
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
     config.inference_mode = False  # otherwise PEFT freezes the weights

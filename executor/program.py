@@ -96,8 +96,8 @@ class PlannerInput:
                 found.append(unit)
             elif " ; " in line:
                 found += _units_of(line.split(" ; "))
-            elif said := _WAS.search(line):
-                found.append(ObjectUnit(said[1], said[2]))
+            elif citation := _WAS.search(line):
+                found.append(ObjectUnit(citation[1], citation[2]))
         return found
 
 

@@ -158,8 +158,8 @@ class Agent:
         Args:
             success: whether the goal was reached. Failures are committed, too: memory systems learn from them.
             observation: what the environment answered to the last action.
-            rationale: why it succeeded or failed, which its memory entry then says.
-            commit: False leaves memory as it is.
+            rationale: why it succeeded or failed; stored in its memory entry.
+            commit: False leaves memory unchanged.
         """
         runner = self._running()
         self._runner, episode = None, runner.episode
@@ -179,7 +179,7 @@ class Agent:
 
 
 class _Outside:
-    """Stands for the caller's environment, which the loop cannot call."""
+    """Placeholder for the caller's environment, which the loop cannot call."""
 
     name = "outside"
 

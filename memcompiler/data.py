@@ -32,7 +32,7 @@ def bank_show(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 20,
 ) -> None:
-    """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
+    """Print and draw the content of a memory; with --run, also the entries that the run recalled and followed."""
     from eval.memory_report import show
 
     show(bank, run, out or bank / "show", most)

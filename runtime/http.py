@@ -106,7 +106,7 @@ class RemoteServer:
 
         def pause(seconds: float) -> None:
             if over.wait(seconds):
-                raise RemoteError("given up: another request of the batch failed")
+                raise RemoteError("cancelled: another request of the batch failed")
 
         attempts = Retrying(
             retry=retry_if_exception_type(TransientError),

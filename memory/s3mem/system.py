@@ -36,7 +36,7 @@ class S3Mem:
     Queries search one scope: the scene of their task if the memory knows it, else all units.
 
     Args:
-        until: read only so many rows of the journal (default: all).
+        until: number of journal rows to read (default: all).
         ask: language model of `writer: llm`.
         embed: embedding model of `dense: embed`.
     """

@@ -139,7 +139,7 @@ def test_the_result_says_what_it_depends_on(tmp_path):
     assert none["success_at"]["3"] == none["success"]
     assert none["errors"]["failed"] == 4 - round(4 * none["success"]["mean"])
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "How episodes failed" in page and "never found" in page
+    assert "Kinds of failure" in page and "never found" in page
 
 
 @pytest.mark.seconds
