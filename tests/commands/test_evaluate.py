@@ -180,11 +180,11 @@ def test_an_interrupted_matrix_says_what_is_missing_and_has_no_report(tmp_path, 
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     whole, cells = evaluate.evaluate, []
 
-    def interrupted(cell, *rest):
+    def interrupted(cell, *rest, **options):
         if len(cells) == 2:
             raise KeyboardInterrupt
         cells.append(cell.name)
-        return whole(cell, *rest)
+        return whole(cell, *rest, **options)
 
     monkeypatch.setattr(evaluate, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):

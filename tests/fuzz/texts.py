@@ -104,11 +104,7 @@ def make_action(rng: Random) -> tuple[str, tuple[str, ...] | None, str]:
     command = pick(rng, ADMISSIBLE)
     sent = pick(rng, (command, command.upper(), command.replace(" ", "  ")))
     if rng.random() < 0.3:
-        return (
-            pick(rng, (sent, f" {sent}\n", f"{sent}.", f"\n\n{sent}", f"{sent}\nit is there")),
-            ADMISSIBLE,
-            command,
-        )
+        return pick(rng, (sent, f" {sent}\n", f"{sent}.", f"\n\n{sent}", f"{sent}\nit is there")), ADMISSIBLE, command
     return text(rng), pick(rng, (ADMISSIBLE, None, (), texts(rng))), ""
 
 
@@ -347,13 +343,7 @@ def check_gymnasium(given: Mapping[str, Any]) -> None:
             return self.left.pop(0)
 
     names = ("pull lever one", "pull lever two", "pull lever three")
-    settings = {
-        "id": "made",
-        "splits": {"a": {"seeds": (1,)}},
-        "goal": "win",
-        "actions": names,
-        "keys": given["keys"],
-    }
+    settings = {"id": "made", "splits": {"a": {"seeds": (1,)}}, "goal": "win", "actions": names, "keys": given["keys"]}
     env = GymnasiumTextEnvironment(settings, ScriptedEnv)
     try:
         env.reset(env.tasks("a")[0])
