@@ -160,7 +160,7 @@ DELIVERIES = {  # in the order of tables and plots
         ),
         DeliverySpec(
             "compiled_low_confidence",
-            "compiled, where unsure",
+            "compiled, low confidence",
             compiler=_trained,
             low_confidence_only=True,
             needs_checkpoint=True,

@@ -256,10 +256,10 @@ class Roles:
 
     async def decide(self, step: StepInput, record: StepRecord) -> str:
         """Compile and act (Eq. 3 to 5), or act without compiling where the delivery skips it. Return the action."""
-        need = self.delivery.gate
-        if need is not None and record.t:  # the first step is always compiled: it makes the plan
-            record.gate_probability = need(compile_request(step))
-            if record.gate_probability < need.threshold:
+        gate = self.delivery.gate
+        if gate is not None and record.t:  # the first step is always compiled: it makes the plan
+            record.gate_probability = gate(compile_request(step))
+            if record.gate_probability < gate.threshold:
                 return (await self._act(step, record)).action
         if not self.delivery.low_confidence_only:
             return (await self._act(await self._compile(step, record), record)).action

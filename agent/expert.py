@@ -69,7 +69,7 @@ class Search:
     need: str  # "find mug"
     places: tuple[str, ...]  # not searched yet, best first
     named: tuple[str, ...]  # named by this scene's entries for exactly this need, searched or not
-    ruled_out: frozenset[str]  # supported by M, but searched in vain
+    ruled_out: frozenset[str]  # supported by M, but searched without success
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ class ExpertTeacher:
         return tuple(noted.removeprefix(MAYBE).split(", ")) if noted and noted.startswith(MAYBE) else None
 
     def _to_choose_from(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
-        """Return the list that a lead has to be on; None for the control, whose leads are random places."""
+        """Return the places that a lead may name; None for the control, whose leads are random places."""
         return self._listed(request, need) if self.entry == "right" else None
 
     def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:

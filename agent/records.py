@@ -65,7 +65,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What the loop passes to teachers beside a request, and never to learned models."""
+    """Context that the loop passes to teachers beside a request, and never to learned models."""
 
     plan: Sequence[str] | None = None  # the environment expert's commands from the current state to success
     task_id: str = ""

@@ -91,7 +91,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     from lm.vllm import load_engine, revision_arguments
 
     if config.checkpoint is None:
-        raise ConfigError("a compiler in vLLM has to be trained: set compiler.checkpoint")
+        raise ConfigError("a compiler in vLLM must be trained: set compiler.checkpoint")
     found = checkpoint.find(Path(config.checkpoint))
     merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
     lora = None if merged else _adapter(config, found)

@@ -210,8 +210,8 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     files = {name: name.removeprefix(POLICY).replace(_ADAPTER, ".") for name in expected}
     if missing := [file for file in files.values() if file not in saved]:
         raise CheckpointError(f"{folder} is of another model: it lacks {missing[:3]} ...")
-    if strangers := sorted(saved.keys() - set(files.values())):
-        raise CheckpointError(f"{folder} is of another model: it has {strangers[:3]} ...")
+    if unknown := sorted(saved.keys() - set(files.values())):
+        raise CheckpointError(f"{folder} is of another model: it has {unknown[:3]} ...")
     for name, parameter in expected.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: of a ZeRO-3 shard
         found = saved[files[name]].shape

@@ -71,7 +71,7 @@ class PlannerInput:
 
     @property
     def here(self) -> list[str]:
-        """List the places at hand: they can be examined, and not carried."""
+        """List the places here: they can be examined, and not carried."""
         return [name for name in self._examinable if kind(name) not in carried()]
 
     @property

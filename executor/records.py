@@ -101,7 +101,7 @@ class ExecutorView:
     """What an executor reads beside goal, view and guidance."""
 
     state: bool = False  # the Brief State
-    soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION leave it without memory
+    soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION give it no memory
     history: int = DEFAULT_HISTORY  # maximum number of its last actions
     first_view: bool = False  # the episode's first view at every step: it may list the places
     goal_last: bool = False  # the goal at the end of the prompt instead of its beginning

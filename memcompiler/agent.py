@@ -211,7 +211,7 @@ class _Unbatched(StepBatcher):
 
 
 def _completed(step: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits to its end; unlike `asyncio.run`, it works where an event loop runs."""
+    """Run a coroutine that never suspends; unlike `asyncio.run`, this works inside a running event loop."""
     while True:
         try:
             step.send(None)

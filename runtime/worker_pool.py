@@ -1,7 +1,7 @@
 """Pool of workers that may be lost: hands out units of work, retries what a lost worker left, and records results.
 
     with ray_worker_pool(settings, make_worker) as pool:
-        pool.play(units, record, broken)
+        pool.run(units, record, broken)
 
 A unit is a few items with the context that a worker needs for them. A worker answers item by item, with one line of
 text each. If a worker is lost (its process or node died, or it is silent), its unanswered items go to another worker,
@@ -74,7 +74,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone, with its unanswered items."""
+    """A worker is lost, with its unanswered items."""
 
     reason: str
 
@@ -98,7 +98,7 @@ class _WorkerState:
 
 
 class WorkerPool:
-    """Workers that persist from one `play` to the next, as many as settings, resources and units allow. One more is
+    """Workers that persist from one `run` to the next, as many as settings, resources and units allow. One more is
     always requested, for resources that are added later."""
 
     def __init__(self, backend: RayBackend, settings: RaySettings) -> None:
@@ -320,5 +320,5 @@ class _WorkerActor(Actor):
 def ray_worker_pool(settings: RaySettings, make: Callable[[], Worker]) -> Iterator[WorkerPool]:
     """Start or join Ray, and yield a worker pool there; `make` is called in each worker's process. Raises: as
     `ray_cluster`."""
-    with ray_cluster() as ray, WorkerPool(RayBackend(ray, settings, make), settings) as crew:
-        yield crew
+    with ray_cluster() as ray, WorkerPool(RayBackend(ray, settings, make), settings) as pool:
+        yield pool

@@ -139,7 +139,7 @@ class S3Mem:
         return FixedSession(first)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
-        """Want no further attempt at a failed task."""
+        """Return None: this memory learns from no further attempt."""
 
     # storage ----------------------------------------------------------------------------------------------------------
 

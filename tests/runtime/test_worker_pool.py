@@ -1,4 +1,4 @@
-"""A crew: every item is answered once, whoever dies, comes late, falls silent or raises."""
+"""Worker pool: every item is answered once, also when workers die, start late, fall silent or raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runtime import worker_pool as crews
+from runtime import worker_pool
 from runtime.cluster import ClusterError, RaySettings
 from runtime.worker_pool import Lost, WorkerPool, WorkUnit, split_into_units
 from tests.worker_backends import Echo, InProcessBackend
@@ -16,7 +16,7 @@ ITEMS = {f"k{i}": i for i in range(10)}
 
 @pytest.fixture(autouse=True)
 def _looks_around_all_the_time(monkeypatch):
-    monkeypatch.setattr(crews, "EVERY_S", 0.0)
+    monkeypatch.setattr(worker_pool, "EVERY_S", 0.0)
 
 
 class Record(list):
@@ -34,8 +34,8 @@ class Record(list):
 
 def play(fleet: InProcessBackend, size: int = 3, **settings) -> Record:
     record = Record()
-    with WorkerPool(fleet, RaySettings(**settings)) as crew:
-        crew.run(list(split_into_units("unit", ITEMS, size)), record.extend, record.lost)
+    with WorkerPool(fleet, RaySettings(**settings)) as pool:
+        pool.run(list(split_into_units("unit", ITEMS, size)), record.extend, record.lost)
     return record
 
 
@@ -94,10 +94,10 @@ def test_workers_that_die_before_they_are_ready_end_the_run_with_the_reason():
 def test_what_a_worker_raises_ends_the_run_and_what_others_said_is_recorded():
     items, record = {**ITEMS, "k9": "raise"}, Record()
     with (
-        WorkerPool(fleet := InProcessBackend(Echo, (4,)), RaySettings()) as crew,
+        WorkerPool(fleet := InProcessBackend(Echo, (4,)), RaySettings()) as pool,
         pytest.raises(ValueError, match="own error"),
     ):
-        crew.run(list(split_into_units("unit", items, 5)), record.extend, record.lost)
+        pool.run(list(split_into_units("unit", items, 5)), record.extend, record.lost)
     assert {"k0", "k1", "k2", "k3", "k5"} <= {key for key, _ in record} and not fleet.events
 
 
@@ -126,7 +126,7 @@ def test_nobody_comes():
 
 def test_workers_are_kept_from_one_play_to_the_next_and_answer_questions():
     fleet = InProcessBackend(Echo, (1,))
-    with WorkerPool(fleet, RaySettings(workers=1)) as crew:
-        assert crew.run_one("question") == "question: None"
-        crew.run([WorkUnit("unit", ITEMS)], list[object]().extend, lambda *_: "")
+    with WorkerPool(fleet, RaySettings(workers=1)) as pool:
+        assert pool.run_one("question") == "question: None"
+        pool.run([WorkUnit("unit", ITEMS)], list[object]().extend, lambda *_: "")
     assert fleet.hired == 1
