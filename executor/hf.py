@@ -23,7 +23,7 @@ from soft_mem.projector import check_places, inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, in mode `generate` for a model that cannot
+    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, in mode `generate` if the model cannot
     generate from embeddings."""
 
     def __init__(
