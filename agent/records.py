@@ -48,7 +48,7 @@ SOFT_MARK = "▪"  # replaces a soft token in recorded prompts
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What compiler and executor may read at a step: goal, M, b_t, o_t, earlier actions, and the compilation."""
+    """Input of compiler and executor at a step: goal, M, b_t, o_t, earlier actions, and the compilation."""
 
     goal: str  # as memory, compiler and executor state it
     observation: str

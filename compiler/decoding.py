@@ -33,7 +33,7 @@ MAX_NGRAM = 3  # tokens that a guess matches at first; it falls back to fewer
 
 
 class DecodableCompiler(Protocol):
-    """What a decoder uses of its compiler."""
+    """The part of a compiler that a decoder uses."""
 
     backbone: Backbone
     projector: Projector

@@ -49,7 +49,7 @@ class SkillPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannerInput:
-    """What a planner reads: goal, memory and admissible commands."""
+    """Input of a planner: goal, memory and admissible commands."""
 
     goal: str
     memory: str

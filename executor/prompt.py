@@ -46,7 +46,7 @@ class MemoryBlock:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorRequest:
-    """What an executor reads at one step."""
+    """Input of an executor at one step."""
 
     goal: str
     delivered: MemoryBlock

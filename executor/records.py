@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Grounding(StrEnum):
-    """How an action was obtained."""
+    """Origin of an action."""
 
     CHOICE = "choice"  # chosen among the admissible commands by likelihood
     EXACT = "exact"
@@ -98,7 +98,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorView:
-    """What an executor reads beside goal, view and guidance."""
+    """Inputs of an executor beside goal, view and guidance."""
 
     state: bool = False  # the Brief State
     soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION give it no memory
