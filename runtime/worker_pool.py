@@ -198,7 +198,7 @@ class WorkerPool:
         return []
 
     def _check_workers(self, broken: Broken) -> list[ResultLine]:
-        """Every few seconds, request workers for free resources and give up silent ones; return lines to record."""
+        """Request workers for free resources and drop silent ones, every few seconds; return lines to record."""
         if (now := time.monotonic()) - self._checked < EVERY_S:
             return []
         self._checked, silence, busy = now, self._settings.unresponsive_s, self._busy()

@@ -62,7 +62,7 @@ def helps(engine: Engine, state: State, command: Command, walked: bool) -> bool:
 
 
 def position(engine: Engine, state: State) -> object:
-    """What matters of a state; not, for one, where a thing "next to it" is recorded to be."""
+    """Return the parts of a state that decide the search; not, for example, the record of a thing "next to it"."""
     return (state.location, state.held, state.opened, state.toggled, engine.treated(state), tuple(state.contents))
 
 

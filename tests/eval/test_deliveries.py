@@ -91,7 +91,7 @@ def test_every_entry_makes_what_it_says() -> None:
 
     for name, spec in DELIVERIES.items():
         made = find(name).create(Trained(), 0, gate=lambda request: 1.0)
-        assert (made.need is not None) == spec.gated
+        assert (made.gate is not None) == spec.gated
         assert (made.name, made.kind, made.soft, made.brief_state) == (name, spec.kind, spec.soft, spec.brief_state)
         assert (made.compiler is not None) == (spec.kind == "compiled")
         if spec.needs_checkpoint:
