@@ -63,8 +63,8 @@ class EpisodeSpec:
 
     Args:
         memory: entries recalled for the task before the first observation.
-        session: opens the memory session that recalls at every step; without it, `memory` is M for the whole episode.
-        again: opens the session of a further attempt after the given failed ones, or returns None.
+        open_session: opens the memory session that recalls at every step; without it, `memory` is M throughout.
+        next_attempt: opens the session of a further attempt after the given failed ones, or returns None.
     """
 
     task: Task

@@ -61,8 +61,8 @@ def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_memory_that_fails_costs_its_episode_only(asked):
-    broken = replace(spec(4), session=lambda: Forgets(asked, KeyError("a node that is not there")))
-    nothing = replace(spec(2), session=lambda: 1 / 0)
+    broken = replace(spec(4), open_session=lambda: Forgets(asked, KeyError("a node that is not there")))
+    nothing = replace(spec(2), open_session=lambda: 1 / 0)
     first, whole, none = run([broken, spec(3), nothing])[0]
     assert (str(first.stop_reason), first.error) == ("memory_failure", "KeyError: 'a node that is not there'")
     assert [bool(step.action) for step in first.steps] == [True, True, not asked] and is_failure(first.stop_reason)
@@ -72,7 +72,7 @@ def test_a_memory_that_fails_costs_its_episode_only(asked):
 @pytest.mark.parametrize("error", [EndpointStop("budget spent"), BankError("no such version")])
 def test_a_memory_that_no_episode_can_ask_any_more_ends_the_run(error):
     with pytest.raises(type(error)):
-        run([replace(spec(4), session=lambda: Forgets(True, error)), spec(2)])
+        run([replace(spec(4), open_session=lambda: Forgets(True, error)), spec(2)])
 
 
 def test_step_limit():

@@ -36,7 +36,7 @@ def played(kind: str) -> tuple[Episode, Tally, Recorder]:
     tally, recorder = Tally(), Recorder()
     delivery = Delivery(kind, kind, recorder if kind == "compiled" else None)
     [episode] = run_episodes(
-        CountingEnv, [replace(spec(3), session=lambda: tally)], delivery, recorder, EpisodeLimits(max_steps=5)
+        CountingEnv, [replace(spec(3), open_session=lambda: tally)], delivery, recorder, EpisodeLimits(max_steps=5)
     )
     return episode, tally, recorder
 
@@ -61,7 +61,7 @@ def test_a_record_tells_at_each_step_what_was_recalled(delivery: str) -> None:
     kind = find(delivery).kind
     tally, recorder = Tally(), Recorder()
     played = Delivery(delivery, kind, recorder if kind == "compiled" else None, soft=False)
-    specs = [replace(spec(3), session=lambda: tally)]
+    specs = [replace(spec(3), open_session=lambda: tally)]
     [episode] = run_episodes(CountingEnv, specs, played, recorder, EpisodeLimits(max_steps=5))
     assert episode.memory_ids == ("tally/0",) and episode.memory_text == "0 steps"
     assert [step.memory_ids for step in episode.steps] == [None, ("tally/1",), ("tally/2",)]

@@ -376,7 +376,7 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
     t = trainer(tmp_path, delivery="compiled_gated")
     with pytest.raises(ValueError, match="compiled_gated needs a compile gate"):
         t.take_step()
-    t.engine = replace(t.engine, need=Guess())
+    t.engine = replace(t.engine, gate=Guess())
     metrics, groups = t.take_step()
     assert metrics["steps"] == 8 * 2 and metrics["samples"] == 8 * compiled
     made = [step.compilation is not None for group in groups for e in group.episodes for step in e.steps]
