@@ -224,7 +224,7 @@ def test_the_latent_target_is_the_vision_towers_own_output_or_else_the_text() ->
     text_only = FrozenExecutor(tiny_models.lm_backbone())
     for of, row in ((model, memory_row(0)), (executor(images=False), memory_row(2))):
         torch.testing.assert_close(latent_target(of, row), told, atol=1e-4, rtol=1e-4)
-    assert encode_row(memory_row(2), tiny_models.memory_compiler(), text_only, True).memory_seen is None
+    assert encode_row(memory_row(2), tiny_models.memory_compiler(), text_only, True).memory_pictures is None
 
 
 def test_rows_with_and_without_pictures_in_m_are_aligned_each_with_its_own() -> None:

@@ -296,7 +296,7 @@ def test_rows_score_together_as_alone(family: str) -> None:
         for name, values in together.items():
             torch.testing.assert_close(values, torch.cat([each[name] for each in alone]), atol=1e-3, rtol=1e-3)
         memories = embedded_memories(model, examples)
-    seen = [example.memory_seen for example in examples]
+    seen = [example.memory_pictures for example in examples]
     assert [prompt is not None for prompt in seen] == [True, False, False, True]
     for example, prompt, memory in zip(examples, seen, memories, strict=True):
         assert len(memory) == len(example.memory_ids if prompt is None else prompt.ids)
