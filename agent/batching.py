@@ -23,8 +23,8 @@ class _Request:
 
 
 class StepBatcher:
-    """Runs episodes on one event loop. When every live one waits, each backend gets its pending requests as one batch,
-    in episode order."""
+    """Runs episodes on one event loop. When all running episodes wait, each backend gets its pending requests as one
+    batch, in episode order."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -80,7 +80,7 @@ def _serve(batch: Sequence[_Request]) -> None:
     started = time.perf_counter()
     try:
         results = _results(batch[0].backend, [request.arguments for request in batch])
-    except Exception as error:  # each episode converts it to a failure of its own
+    except Exception as error:  # each episode converts it to its own failure
         results = [error] * len(batch)
     seconds = (time.perf_counter() - started) / len(batch)
     for request, result in zip(batch, results, strict=True):

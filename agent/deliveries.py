@@ -4,7 +4,7 @@ none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
 live      the entries recalled at each step pasted at that step; equals static if memory recalls the same at every step
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC), with or without soft
-          tokens and Brief State; or only where the executor alone has low confidence, or where the compile gate says so
+          tokens and Brief State; or only where the executor alone has low confidence, or where the compile gate opens
 
 `DELIVERIES` lists all of them: evaluations, tables, plots, reports, matrices and analyses read it. To add a delivery,
 add an entry.
@@ -44,7 +44,7 @@ class Delivery:
     soft: bool = True
     brief_state: bool = True
     low_confidence_only: bool = False  # compile only where the executor alone has low confidence
-    gate: Gate | None = None  # compile only the first step and those that this gate selects
+    gate: Gate | None = None  # compile only the first step and the steps that this gate selects
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
@@ -63,7 +63,7 @@ class DeliverySpec:
     soft: bool = True
     brief_state: bool = True
     low_confidence_only: bool = False  # as in `Delivery`; the executor has to report its confidence
-    gated: bool = False  # compile only where the compile gate (`compiler.gate`) says so
+    gated: bool = False  # compile only steps that the compile gate (`compiler.gate`) selects
     needs_checkpoint: bool = False  # a trained compiler is required
     needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M: all retrieved entries, the best one, or none
@@ -111,7 +111,7 @@ class DeliverySpec:
 
 
 class ShuffledSoft:
-    """Control: every episode gets the soft tokens of another one of its batch, and keeps its own text.
+    """Control that gives every episode the soft tokens of another episode of its batch, beside its own text.
 
     If soft tokens carry information about the episode, this must do worse than the compiler that it wraps.
     """
@@ -160,7 +160,7 @@ DELIVERIES = {  # in the order of tables and plots
         ),
         DeliverySpec(
             "compiled_low_confidence",
-            "compiled, where unsure",
+            "compiled, low confidence",
             compiler=_trained,
             low_confidence_only=True,
             needs_checkpoint=True,
@@ -215,13 +215,13 @@ DELIVERIES = {  # in the order of tables and plots
 
 
 def register(spec: DeliverySpec) -> None:
-    """Add a delivery to the list, after those that are there. Raises: ValueError, where another one has its name."""
+    """Append a delivery to the list. Raises: ValueError, if another delivery has its name."""
     if DELIVERIES.setdefault(spec.name, spec) is not spec:
         raise ValueError(f"there is a delivery {spec.name!r} already: choose another name")
 
 
 def pasted_memory(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
-    """Return the text of M that is pasted into the executor's prompt: of the episode's start, or recalled now."""
+    """Return the text of M for the executor's prompt: recalled at the episode's start (static) or now (live)."""
     match kind:
         case "static":
             return first

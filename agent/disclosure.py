@@ -6,7 +6,7 @@ Fixed triggers on observable words show pieces of memory, without learning and w
 2. The pieces of an open entry are its other lines, with lines of actions split into `STRETCH` actions each. An entry of
    one line is one piece.
 3. A piece is disclosed if it shares at least `SHARED` words with goal and view together, and one with the goal (a thing
-   with its number, "cabinet 2", is a word of its own). At most `PIECES` are shown, those with the most shared words
+   with its number, "cabinet 2", counts as one word). At most `PIECES` are shown, those with the most shared words
    first, then in the order of M.
 4. Rules update the Brief State, too: after which action a thing of the goal was last in view, and which action was
    repeated.

@@ -63,8 +63,8 @@ class EpisodeSpec:
 
     Args:
         memory: entries recalled for the task before the first observation.
-        session: opens the memory session that recalls at every step; without it, `memory` is M for the whole episode.
-        again: opens the session of a further attempt after the given failed ones, or returns None.
+        open_session: opens the memory session that recalls at every step; without it, `memory` is M throughout.
+        next_attempt: opens the session of a further attempt after the given failed ones, or returns None.
     """
 
     task: Task
@@ -222,7 +222,7 @@ def lost_episode(task: Task, delivery: str, seed: int, why: str, bank_version: i
 
 @contextmanager
 def _failures_as(kind: type[EpisodeFailure]) -> Iterator[None]:
-    """Convert exceptions to `kind`; re-raise those that name who failed, and errors that end the run."""
+    """Convert exceptions to `kind`; re-raise episode failures and errors that end the run."""
     try:
         yield
     except (EpisodeFailure, EndpointStop, BankError):
@@ -234,8 +234,8 @@ def _failures_as(kind: type[EpisodeFailure]) -> Iterator[None]:
 async def _call(env: Environment, method: Callable[..., T], *arguments: object) -> T:
     """Call `method`, in a thread if the environment waits for another process (`in_process = False`).
 
-    The shield keeps a queued call when the episode is cancelled: asyncio cancels a task a second time after Ctrl-C, and
-    a lost `close` would leave the worker to end a long step.
+    The shield protects a queued call from cancellation: asyncio cancels a task twice after Ctrl-C, and without its
+    `close` the worker would first finish a long step.
     """
     if getattr(env, "in_process", True):
         return method(*arguments)
@@ -255,11 +255,11 @@ class Roles:
     index: int
 
     async def decide(self, step: StepInput, record: StepRecord) -> str:
-        """Compile and act (Eq. 3 to 5), or act without compiling where the delivery says so. Return the action."""
-        need = self.delivery.gate
-        if need is not None and record.t:  # the first step is always compiled: it makes the plan
-            record.gate_probability = need(compile_request(step))
-            if record.gate_probability < need.threshold:
+        """Compile and act (Eq. 3 to 5), or act without compiling where the delivery skips it. Return the action."""
+        gate = self.delivery.gate
+        if gate is not None and record.t:  # the first step is always compiled: it makes the plan
+            record.gate_probability = gate(compile_request(step))
+            if record.gate_probability < gate.threshold:
                 return (await self._act(step, record)).action
         if not self.delivery.low_confidence_only:
             return (await self._act(await self._compile(step, record), record)).action
@@ -298,7 +298,7 @@ class Roles:
         """Return the backend's result, and its seconds (of a batch, its share).
 
         A teacher, which declares `needs_expert`, gets an `EpisodeContext` beside the request. A backend with
-        `batched = False` is called at once: a planner of seconds would keep all other episodes waiting.
+        `batched = False` is called at once: a slow planner would delay all other episodes.
         """
         batched, arguments = getattr(owner, "batched", True), (request,)
         if not batched:
@@ -352,8 +352,8 @@ def run_sequences(
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[list[Episode]]:
-    """Play sequences of tasks side by side, each in its own world, which is never reset: a task begins with what the
-    previous one left, solved or not. After an environment failure, the rest of its sequence fails too.
+    """Play sequences of tasks side by side, each in its own world, which is never reset: a task starts from the
+    state that the previous one left, solved or not. After an environment failure, the rest of its sequence fails too.
 
     Where `make_env` is a pool's `lease` (or a method of an object with a `capacity`), no more episodes than that run at
     a time: an episode that waits for a worker would deadlock with the episodes that wait for it in the batch.

@@ -1,9 +1,9 @@
 """The expert teacher: compiler and executor based on the environment's expert plan. Offline and deterministic.
 
-The plan says what is needed next. Guidance cites M alone: while a thing is to be found, it names the place where the
-entries found such a thing. Entries of this scene come first, by name and in the order of M. Entries of other scenes
+The plan gives the next need. Guidance cites M alone: for a missing thing, it names the place where the entries found
+such a thing. Entries of this scene come first, with their places' names, in the order of M. Entries of other scenes
 follow, by kind of place, translated to this scene's names (one entry suffices if none is of this scene; otherwise two
-have to agree). A place that view, history or Brief State rule out is skipped. When all are ruled out, the teacher says
+must agree). A place that view, history or Brief State rule out is skipped. When all are ruled out, the guidance says
 so once.
 
 The Brief State notes what places lack. Where scenes share places, it also lists the places to try, best first: they are
@@ -11,7 +11,7 @@ noted at the first view, which lists the scene's places, and a place that lacks 
 place is always the first of the list. In environments with recipes, the teacher gives the plan's next command if past
 episodes did the same at the same point. `envs.command_reader` parses commands and views.
 
-The teacher does not use pictures. What only the view shows is learned by the soft tokens, from the action loss.
+The teacher does not use pictures: soft tokens learn from the action loss what only the view shows.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class _Lead:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A need, and the places where M says that it may be met."""
+    """A need, and the places where it may be met according to M."""
 
     need: str  # "find mug"
     places: tuple[str, ...]  # not searched yet, best first
     named: tuple[str, ...]  # named by this scene's entries for exactly this need, searched or not
-    ruled_out: frozenset[str]  # supported by M, but searched in vain
+    ruled_out: frozenset[str]  # supported by M, but searched without success
 
 
 @dataclass(slots=True)
@@ -142,9 +142,9 @@ class ExpertTeacher:
     # -- facts from M --------------------------------------------------------------------------------------------------
 
     def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """List the places where M says that the need is met, best first.
+        """List the places where the need is met according to M, best first.
 
-        This scene's places come by name, in M's order (without scenes, by the number of entries that name them). Then
+        This scene's places come first, in M's order (without scenes, by the number of entries that name them). Then
         come the kinds of places that most entries of other scenes name (beside this scene's own, at least two).
         """
         here, elsewhere = list[_Lead](), list[_Lead]()
@@ -267,7 +267,7 @@ class ExpertTeacher:
         return [Update(PLAN, "; ".join(left))]
 
     def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
-        """Note the places where M says that the plan's needs may be met, since later views do not list places."""
+        """Note the places where M locates the plan's needs, since later views do not list places."""
         for need in self._needs(plan) if self.reader.alike else ():
             places = [lead.place for lead in self._leads(request, need)]
             if places and state.belief(self.reader.thing(need)) is None:
@@ -283,7 +283,7 @@ class ExpertTeacher:
         return tuple(noted.removeprefix(MAYBE).split(", ")) if noted and noted.startswith(MAYBE) else None
 
     def _to_choose_from(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
-        """Return the list that a lead has to be on; None for the control, whose leads are random places."""
+        """Return the places that a lead may name; None for the control, whose leads are random places."""
         return self._listed(request, need) if self.entry == "right" else None
 
     def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:

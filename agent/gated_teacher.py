@@ -1,4 +1,4 @@
-"""A teacher whose Brief State falls behind as it does under a compile gate (delivery `compiled_gated`)."""
+"""A teacher whose Brief State lags as under a compile gate (delivery `compiled_gated`)."""
 
 from __future__ import annotations
 

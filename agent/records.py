@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from executor.records import Action, Executor
 
 
-SOFT_MARK = "▪"  # stands for a soft token in recorded prompts
+SOFT_MARK = "▪"  # replaces a soft token in recorded prompts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ SOFT_MARK = "▪"  # stands for a soft token in recorded prompts
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What compiler and executor may read at a step: goal, M, b_t, o_t, earlier actions, and the compilation."""
+    """Input of compiler and executor at a step: goal, M, b_t, o_t, earlier actions, and the compilation."""
 
     goal: str  # as memory, compiler and executor state it
     observation: str
@@ -65,7 +65,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What the loop passes to teachers beside a request, and never to learned models."""
+    """Context that the loop passes to teachers beside a request, and never to learned models."""
 
     plan: Sequence[str] | None = None  # the environment expert's commands from the current state to success
     task_id: str = ""
@@ -141,7 +141,7 @@ class StepRecord:
     op_errors: tuple[str, ...] = ()
     soft: Mapping[str, float] | None = None  # statistics n, mu_norm, sigma_mean, z_norm of the soft tokens
     soft_read: bool = False  # whether the executor read the soft tokens
-    executor_prompt: str = ""  # decoded; SOFT_MARK stands for a soft token
+    executor_prompt: str = ""  # decoded, with SOFT_MARK for a soft token
     executor_prompt_ids: tuple[int, ...] = ()
     executor_text: str = ""  # raw executor output, before grounding
     confidence: float | None = (
@@ -252,10 +252,10 @@ class Episode:
         if recalled.generated:
             self.made |= {entry.id: entry for entry in recalled.entries}
 
-    def memory_at(self, t: int, kept: EntryStore) -> tuple[MemoryEntry, ...]:
+    def memory_at(self, t: int, bank: EntryStore) -> tuple[MemoryEntry, ...]:
         """Return the entries recalled for step t. Raises: KeyError, if neither bank nor record holds one."""
         ids = self.steps[t].memory_ids
-        return tuple(self.made.get(id) or kept[id] for id in (self.memory_ids if ids is None else ids))
+        return tuple(self.made.get(id) or bank[id] for id in (self.memory_ids if ids is None else ids))
 
 
 def refused(step: StepRecord) -> bool:

@@ -27,12 +27,12 @@ log = logging.getLogger("memcompiler.compiler")
 def load_compiler(
     config: CompilerConfig, executor: object, seed: int = 0, instructions: str = "", weights: Weights = "device"
 ) -> MemoryCompiler:
-    """Load the compiler in transformers, whatever `engine` says: training needs it.
+    """Load the compiler in transformers, regardless of `engine`, for training.
 
     Without `checkpoint`, LoRA and projector are new. A merged checkpoint gets a new LoRA, which changes nothing.
 
     Args:
-        executor: a new projector is made for its `embedding_table`; unused with a checkpoint.
+        executor: a new projector is created for its `embedding_table`; unused with a checkpoint.
         instructions: of the environment (`EnvSpec.compiling`), shown unless `compiler.instructions` is none.
         weights: device of the base model's weights and LoRA.
 
@@ -91,7 +91,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     from lm.vllm import load_engine, revision_arguments
 
     if config.checkpoint is None:
-        raise ConfigError("a compiler in vLLM has to be trained: set compiler.checkpoint")
+        raise ConfigError("a compiler in vLLM must be trained: set compiler.checkpoint")
     found = checkpoint.find(Path(config.checkpoint))
     merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
     lora = None if merged else _adapter(config, found)

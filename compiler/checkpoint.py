@@ -41,7 +41,7 @@ _LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # se
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete, corrupt or of another model; the message says which."""
+    """A checkpoint is missing, incomplete, corrupt or of another model; the message names the cause."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -175,7 +175,7 @@ def lora_config(folder: Path) -> LoraConfig:
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
-        assert isinstance(config, LoraConfig)  # as peft_type says
+        assert isinstance(config, LoraConfig)  # follows from peft_type
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
     config.inference_mode = False  # otherwise PEFT freezes the weights
@@ -210,8 +210,8 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     files = {name: name.removeprefix(POLICY).replace(_ADAPTER, ".") for name in expected}
     if missing := [file for file in files.values() if file not in saved]:
         raise CheckpointError(f"{folder} is of another model: it lacks {missing[:3]} ...")
-    if strangers := sorted(saved.keys() - set(files.values())):
-        raise CheckpointError(f"{folder} is of another model: it has {strangers[:3]} ...")
+    if unknown := sorted(saved.keys() - set(files.values())):
+        raise CheckpointError(f"{folder} is of another model: it has {unknown[:3]} ...")
     for name, parameter in expected.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: of a ZeRO-3 shard
         found = saved[files[name]].shape

@@ -158,7 +158,7 @@ class CompileBody(Body):
 
 
 class Timings(Body):
-    """How long a request took."""
+    """Seconds of a request."""
 
     queue: float
     compile: float  # of its batch

@@ -1,8 +1,8 @@
 """Decoding of the Hugging Face backend: emissions are sampled with a KV cache, memory tokens are read in a second pass.
 
 Three optimisations leave the output unchanged (`configs.models.Speed`):
-drafts       guessed next tokens are read together with the last token: those that followed the last n-gram where it
-             occurred before in prompt and emission. A guess is accepted if the model chooses the same token, so greedy
+drafts       guessed next tokens are read together with the last token: the tokens behind the previous occurrence of
+             the last n-gram in prompt and emission. A guess is accepted if the model chooses the same token, so greedy
              emissions stay the same. So do sampled ones of a row with its own generator, which draws once per token.
              Rejected guesses are hidden by mask and position, or cropped.
 prefixes     the KV cache of prompt prefixes is reused from step to step (`compiler.prefixes`).
@@ -33,7 +33,7 @@ MAX_NGRAM = 3  # tokens that a guess matches at first; it falls back to fewer
 
 
 class DecodableCompiler(Protocol):
-    """What a decoder uses of its compiler."""
+    """The part of a compiler that a decoder uses."""
 
     backbone: Backbone
     projector: Projector
@@ -55,7 +55,7 @@ class Decoder:
     Args:
         memories: key of the task memory that each prompt begins with.
         by: generator of the batch, or one per row.
-        makes_soft: `makes_soft(i, ids, truncated)` says whether row i needs soft tokens beside this emission
+        makes_soft: `makes_soft(i, ids, truncated)` returns whether row i needs soft tokens beside this emission
             (`TokenCompiler.makes_soft`).
     """
 
@@ -163,7 +163,7 @@ class Decoder:
         return self.backbone.hidden(Batch(tokens, self.mask, positions, padded=self.padded), self.cache)
 
     def _drop(self, width: int, accepted: Sequence[int]) -> None:
-        """Keep the accepted ones of each row's last `width` columns: hide the rest, or crop what no row keeps."""
+        """Hide the rejected ones of each row's last `width` columns; crop columns that every row rejects."""
         if min(accepted) == width:
             return
         last = self.mask[:, -width:]

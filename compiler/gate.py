@@ -1,8 +1,8 @@
 """The compile gate: predicts from a step alone, without memory or a language model, whether the compiler would guide.
 
-Reading M only to say nothing costs as much as guiding. Which steps are guided hardly depends on M: an agent on its way
-to a known place needs no guidance. So a linear classifier of the words of state, view and actions decides which steps
-are compiled. `training.gate` fits it to the rows that the compiler was trained on; its file is beside the checkpoints.
+A compilation without guidance costs as much as one with guidance, and whether a step needs guidance hardly depends on
+M. So a linear classifier of the words of state, view and actions decides which steps are compiled. `training.gate` fits
+it to the rows that the compiler was trained on; its file is beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _tokens(request: CompileRequest) -> list[str]:
     before, did = request.history[:-1], request.history[-1:]
     for line in (*state, f"before: {' ; '.join(before)}", f"did: {' ; '.join(did)}", f"see: {request.observation}"):
         head, _, text = line.partition(":")
-        said = _WORD.findall(text.lower()) if text.isascii() else words(text)
-        found += [f"{head} {word}" for word in said] + [f"{head} {a} {b}" for a, b in pairwise(said)]
-        lines[head] = set(said), set(pairwise(said))
+        terms = _WORD.findall(text.lower()) if text.isascii() else words(text)
+        found += [f"{head} {word}" for word in terms] + [f"{head} {a} {b}" for a, b in pairwise(terms)]
+        lines[head] = set(terms), set(pairwise(terms))
     for (head, one), (other, two) in combinations(lines.items(), 2):
         for what, a, b in zip(("words", "pairs"), one, two, strict=True):
             found.append(f"{head} {other} {what} {min(len(a & b), MAX_SHARED)}")

@@ -44,7 +44,7 @@ class CompileRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How emissions and soft tokens are sampled. Temperature 0: greedy text, and the mean of the soft tokens."""
+    """Sampling parameters of emissions and soft tokens. Temperature 0: greedy text, and the mean of the soft tokens."""
 
     temperature: float = 0.0
     max_new_tokens: int = 512

@@ -65,7 +65,7 @@ class EvalConfig(Settings):
     step_budgets: tuple[PositiveInt, ...] = (15, 30, 50)
     """Step counts within which success is also reported; values above `max_steps` count as `max_steps`."""
     min_confidence: float = Field(default=0.9, gt=0, le=1)
-    """compiled_low_confidence: compile only where the executor's likeliest command has a lower probability than this."""
+    """compiled_low_confidence: compile only where the executor's likeliest command is less probable than this."""
     gate_threshold: float | None = Field(default=None, ge=0, le=1)
     """compiled_gated: compile only where the gate's probability is at least this; null: the fitted threshold."""
     concurrency: int = Field(default=64, ge=1)

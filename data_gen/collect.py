@@ -132,7 +132,7 @@ def play_collection(of: CollectionPlan, make_env: Callable[[], Environment], tea
 
     Each finished round is recorded and then committed to a growing bank, so a kill costs at most one round, whose
     answered model calls are cached. Broken episodes are played again once per call, up to `of.attempts` times; with a
-    growing bank all rounds from theirs on are, too.
+    growing bank, so are all later rounds.
 
     Raises:
         EndpointStop: a budget is spent, or an endpoint is gone. Finished rounds are stored.

@@ -43,13 +43,13 @@ def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow
 
 def filter_rows(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
     """Apply the filters of the settings; return the remaining rows, and the number of dropped rows by filter."""
-    kept = [row for row in rows if row.success or not config.successful_only]
-    thinned = thin_noaction(kept, config.keep_noaction, config.seed)
+    selected = [row for row in rows if row.success or not config.successful_only]
+    thinned = thin_noaction(selected, config.keep_noaction, config.seed)
     dropped = {}
     if config.successful_only:
-        dropped["unsuccessful"] = len(rows) - len(kept)
+        dropped["unsuccessful"] = len(rows) - len(selected)
     if config.keep_noaction < 1:
-        dropped["noaction"] = len(kept) - len(thinned)
+        dropped["noaction"] = len(selected) - len(thinned)
     return thinned, dropped
 
 
@@ -173,13 +173,13 @@ FIELDS: Mapping[str, str] = {
     "success": "whether the episode reached its goal",
     "goal": "the goal, as agent and memory state it",
     "memory_ids, memory_texts": "the entries that were retrieved for the episode, in the order of the prompt",
-    "memory_images": "the views (PNG) that each of these entries keeps of its episode; empty where none does",
+    "memory_images": "the views (PNG) of its episode that each of these entries stores; empty without any",
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "first": "the first observation of the episode",
     "history": "the actions before the step",
     "commands": "what was possible, where executors are shown it; else empty",
-    "emission": "what the teacher says as compiler: the target of the text loss",
+    "emission": "the teacher's emission: the target of the text loss",
     "action": "the action to take: the target of the action loss through the frozen executor",
 }
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", math.inf: "n>1M"}
@@ -201,16 +201,16 @@ tags: [memcompiler, embodied-agents, memory]
 Steps of a teacher that compiles memory for an embodied agent. Each row holds both supervisions of the first training
 stage: compiler input -> emission, and executor input -> action.
 
-## How it was made
+## Collection
 
-A teacher plays the tasks with what a memory bank of earlier episodes retrieves for each; every step that the filters
-keep is a row.
+A teacher plays the tasks with the entries that a memory bank of earlier episodes retrieves for each; every step that
+passes the filters is a row.
 
 | fact | value |
 |---|---|
 {facts}
 
-## What it holds
+## Contents
 
 {contents}
 

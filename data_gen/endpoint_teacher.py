@@ -128,7 +128,7 @@ def read_emission(answer: Answer) -> ParseResult:
 
 
 def _problem(parsed: ParseResult, request: CompileRequest) -> str:
-    """Return what is wrong with an emission; "" for a valid one."""
+    """Return why an emission is unusable; "" for a valid one."""
     if parsed.error:
         return str(parsed.error).replace("_", " ")
     if request.state is None:

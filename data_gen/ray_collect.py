@@ -45,13 +45,13 @@ def play_on_ray(config: CollectConfig, of: CollectionPlan) -> None:
     if left:
         with ray_worker_pool(
             config.ray, partial(CollectWorker, config, of.bank.path.resolve(), of.bank.snapshot())
-        ) as crew:
-            play_with_pool(crew, of, todo, config.ray.batch_size or UNIT)
+        ) as pool:
+            play_with_pool(pool, of, todo, config.ray.batch_size or UNIT)
     sort_record(record, of)
 
 
 def play_with_pool(
-    crew: WorkerPool, of: CollectionPlan, todo: tuple[RetriedResults[str], Sequence[Task]], unit: int
+    pool: WorkerPool, of: CollectionPlan, todo: tuple[RetriedResults[str], Sequence[Task]], unit: int
 ) -> None:
     """Play the remaining tasks (`remaining_tasks`) with a worker pool; record episodes as they arrive."""
     rows, left = todo
@@ -66,7 +66,7 @@ def play_with_pool(
             for key, _ in lines:
                 advance(key)
 
-        crew.run(list(split_into_units(None, {task.id: task for task in left}, unit)), record, lost)
+        pool.run(list(split_into_units(None, {task.id: task for task in left}, unit)), record, lost)
 
 
 class CollectWorker:

@@ -40,7 +40,7 @@ def play_round(
     )
     left = list(zip(specs, episodes, strict=True))
     while left := [
-        (replace(spec, session=lambda session=session: session), episode)
+        (replace(spec, open_session=lambda session=session: session), episode)
         for spec, episode in left
         if (session := _retry_session(spec, episode)) is not None
     ]:

@@ -140,5 +140,5 @@ def select_held_out_specs(
 def _collection(folder: Path) -> CollectConfig:
     """Read the settings of the collection that wrote a folder of rows."""
     if not (path := folder.parent / CONFIG).is_file():
-        raise ConfigError(f"{folder}: no {CONFIG} beside it says where its tasks are played: set evaluation.tasks=0")
+        raise ConfigError(f"{folder}: no {CONFIG} beside it names the environment of its tasks: set evaluation.tasks=0")
     return load_config(CollectConfig, path)

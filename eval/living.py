@@ -45,7 +45,7 @@ _ORACLE = KarmaSettings(policy="unlimited", write="all_seen")
 
 @dataclass(frozen=True, slots=True)
 class LivingEvaluation:
-    """One delivery over all sequences. `initial`: memory that each world's own starts as a copy of."""
+    """One delivery over all sequences. `initial`: memory whose copy each world starts with."""
 
     config: EvalConfig
     sequences: Sequence[TaskSequence]

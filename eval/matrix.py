@@ -95,7 +95,7 @@ def cells(config: EvalConfig) -> list[Cell]:
 
 
 def check_deliveries(config: EvalConfig) -> None:
-    """Raise ConfigError for unknown deliveries, and for those that cannot be played with these settings."""
+    """Raise ConfigError for deliveries that are unknown or cannot be played with these settings."""
     for name in config.deliveries:
         try:
             spec = find(name)

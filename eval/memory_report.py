@@ -132,7 +132,7 @@ def recalled_in(episodes: Iterable[Episode], memory: MemorySystem) -> Table:
 
 
 def _uses(episode: Episode, memory: MemorySystem) -> dict[str, bool]:
-    """Return for each entry recalled in an episode (for entries made for a step: each section) whether it was
+    """Return for each entry recalled in an episode (for entries generated for a step: each section) whether it was
     followed."""
     uses: dict[str, bool] = {}
     actions: Sequence[str] = [step.action for step in episode.steps]

@@ -2,9 +2,9 @@
 
 Each delivery that recalls entries has its own memory in OUT/memory/DELIVERY. A round of tasks is played with what
 memory learned from earlier rounds, recorded, and then committed to memory, with further attempts where memory requests
-them; only first attempts are scored. Memory follows from the record: a resume commits what is missing and plays nothing
-twice. Where an episode failed for technical reasons, a resume plays the stream again from its round on, with rebuilt
-memory."""
+them; only first attempts are scored. Memory follows from the record: a resume commits the missing episodes and plays
+none twice. Where an episode failed for technical reasons, a resume plays the stream again from its round on, with
+rebuilt memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OnlineEvaluation:
     Args:
         tasks: in the order of the stream.
         out: the cell's run folder.
-        initial: memory that the delivery's own starts as a copy of.
+        initial: memory whose copy the delivery starts with.
     """
 
     def __init__(

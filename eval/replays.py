@@ -150,7 +150,7 @@ def _step_views(episode: Episode) -> Iterator[dict[str, Any]]:
             "picture": _picture(step.image),
             "state": state if compiles else [],  # without a compiler it is only the goal
             "changed": any(piece.change != "same" for line in state for piece in line.pieces),
-            # entries that were not recalled at the step before, with the text of those that no bank holds
+            # newly recalled entries, with the text of generated ones, which no bank holds
             "recalled": [(id, episode.made[id].text if id in episode.made else "") for id in fresh],
             "seen_before": step.observation == answer,  # equal to the last feedback
         }

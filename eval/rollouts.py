@@ -42,7 +42,7 @@ def gate_of(config: EvalConfig) -> CompileGate | None:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What all deliveries of a comparison share.
+    """Tasks, models and environments that all deliveries of a comparison share.
 
     Attributes:
         specs: the tasks with their retrieved entries.
@@ -137,7 +137,7 @@ def specs_of(
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a Ray worker needs to play tasks of a cell under a delivery; without a delivery, to describe its models."""
+    """Work of a Ray worker: a cell's tasks under a delivery; without a delivery, a description of its models."""
 
     config: EvalConfig
     cell: Mapping[str, str]

@@ -207,10 +207,10 @@ def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:
             tokens = "/".join(f"{retries['tokens'][role]}" for role in ROLES)
             parts.append(f"{retries['attempts']} further attempts, not scored ({tokens} tokens c/e, not in this table)")
         if stream.get("leaked"):
-            parts.append(f"NOT VALID: {stream['leaked']} recalls of tasks that were still to come")
+            parts.append(f"NOT VALID: {stream['leaked']} recalls of the task itself or of later ones")
         lines.append(f"{display_name(name)}: {'; '.join(parts)}.")
     if lines:
-        lines.append("Memory online: it grows over the stream of these tasks. Not to be set beside frozen memory.")
+        lines.append("Online memory grows over the stream of these tasks: do not compare it with frozen memory.")
     return lines
 
 
@@ -222,7 +222,7 @@ def _living_notes(summaries: Mapping[str, Any]) -> list[str]:
         f"{display_name(name)}: {'; '.join(f'{word} {interval(of[key])}' for key, word in names.items() if of[key])}."
         for name, of in living.items()
     ]
-    return [*lines, "Living worlds: tasks one after another, what one leaves the next one finds."] if lines else []
+    return [*lines, "Living worlds: each task starts from the state that the previous one left."] if lines else []
 
 
 def spread(shares: Sequence[float]) -> str:

@@ -18,7 +18,7 @@ from lm.reply_cleaning import clean_reply
 class TokenExecutor:
     """Encodes requests and chooses actions. Subclasses score candidates and generate.
 
-    `mode` says how it acts on admissible commands:
+    `mode` selects how it acts on admissible commands:
 
     choice    choose by likelihood, exact on every backend
     guided    decode greedily under the constraint that a command results (vLLM). Cheaper, but token by token: a likely

@@ -28,7 +28,7 @@ def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cac
     """Load the executor on the engine of the settings.
 
     Args:
-        environment: instructions of the environment (`EnvSpec.told`), shown unless `executor.instructions` is none.
+        environment: the environment's instructions, shown unless `executor.instructions` is none.
         cache: file for a closed model's answers, if the settings name none.
     """
     common = _common(config, environment)
@@ -84,7 +84,7 @@ def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cac
 def load_frozen(
     config: ExecutorConfig, environment: ExecutorInstructions, weights: Weights = "device"
 ) -> FrozenExecutor:
-    """Load the executor in transformers, whatever `engine` says: training backpropagates through it. `weights`: their
+    """Load the executor in transformers, regardless of `engine`: training backpropagates through it. `weights`: their
     device."""
     from executor.hf import FrozenExecutor
     from lm.backbone import load_configured_backbone

@@ -179,7 +179,7 @@ class RemoteExecutor(TokenExecutor):
         }
 
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
-        """Split a prompt into pictures, text, soft tokens and text, in which one image token stands for a picture."""
+        """Split a prompt into pictures, text, soft tokens and text, with one image token per picture."""
         if prompt.images:
             ids = self.encoder.collapse_placeholders(ids)
             yield from (content_part(png_bytes(image)) for image in prompt.images)

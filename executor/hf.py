@@ -23,7 +23,7 @@ from soft_mem.projector import check_places, inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, if the model shall generate, but cannot
+    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, in mode `generate` if the model cannot
     generate from embeddings."""
 
     def __init__(

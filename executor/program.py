@@ -49,7 +49,7 @@ class SkillPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannerInput:
-    """What a planner reads: goal, memory and admissible commands."""
+    """Input of a planner: goal, memory and admissible commands."""
 
     goal: str
     memory: str
@@ -71,7 +71,7 @@ class PlannerInput:
 
     @property
     def here(self) -> list[str]:
-        """List the places at hand: they can be examined, and not carried."""
+        """List the places here: they can be examined, and not carried."""
         return [name for name in self._examinable if kind(name) not in carried()]
 
     @property
@@ -96,8 +96,8 @@ class PlannerInput:
                 found.append(unit)
             elif " ; " in line:
                 found += _units_of(line.split(" ; "))
-            elif said := _WAS.search(line):
-                found.append(ObjectUnit(said[1], said[2]))
+            elif citation := _WAS.search(line):
+                found.append(ObjectUnit(citation[1], citation[2]))
         return found
 
 

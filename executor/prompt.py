@@ -24,7 +24,7 @@ from runtime.parsing import without_newlines
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PICTURE_MARK = "[picture]"  # stands for a picture in recorded prompts
+PICTURE_MARK = "[picture]"  # replaces a picture in recorded prompts
 DEFAULT_HISTORY = 20  # default number of actions in the prompt
 
 
@@ -46,7 +46,7 @@ class MemoryBlock:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorRequest:
-    """What an executor reads at one step."""
+    """Input of an executor at one step."""
 
     goal: str
     delivered: MemoryBlock

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Grounding(StrEnum):
-    """How an action was obtained."""
+    """Origin of an action."""
 
     CHOICE = "choice"  # chosen among the admissible commands by likelihood
     EXACT = "exact"
     FUZZY = "fuzzy"
-    FAILED = "failed"  # no command is close enough: the text is sent as it is
+    FAILED = "failed"  # no command is close enough: the text is sent unchanged
     FREE = "free"  # the environment lists no commands
 
 
@@ -53,16 +53,16 @@ def ground(text: str, admissible: Sequence[str] | None) -> Match:
     if close := difflib.get_close_matches(_fold(meant), list(folded), n=1, cutoff=0.8):
         return Match(folded[close[0]], Grounding.FUZZY)
     spans = [*map(_bare, lines), *re.findall(r"`([^`\n]+)`", text)]
-    said = next((folded[_fold(span)] for span in spans if _fold(span) in folded), None)
-    return Match(meant, Grounding.FAILED) if said is None else Match(said, Grounding.EXACT)
+    exact = next((folded[_fold(span)] for span in spans if _fold(span) in folded), None)
+    return Match(meant, Grounding.FAILED) if exact is None else Match(exact, Grounding.EXACT)
 
 
 def commanded(text: str) -> str:
     """Return the command in a free answer: `action` or `command` of its JSON, else the first line that a label or fence
     marks (`lm.reply_cleaning.marked`), else the first line."""
-    said = parse_json_object(text) or {}
-    named = [said[name] for name in ("action", "command") if isinstance(said.get(name), str)]
-    if named and said.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:
+    fields = parse_json_object(text) or {}
+    named = [fields[name] for name in ("action", "command") if isinstance(fields.get(name), str)]
+    if named and fields.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:
         return named[0].strip()
     return _bare(next((line for line in extract_labelled(text).splitlines() if line.strip()), ""))
 
@@ -98,11 +98,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorView:
-    """What an executor reads beside goal, view and guidance."""
+    """Inputs of an executor beside goal, view and guidance."""
 
     state: bool = False  # the Brief State
-    soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION leave it without memory
-    history: int = DEFAULT_HISTORY  # its last actions, at most so many
+    soft_on: SoftOn = "guidance"  # soft tokens with guidance only, so that BRIEF and NOACTION give it no memory
+    history: int = DEFAULT_HISTORY  # maximum number of its last actions
     first_view: bool = False  # the episode's first view at every step: it may list the places
     goal_last: bool = False  # the goal at the end of the prompt instead of its beginning
     commands: bool = False  # the admissible commands below the instructions (`envs.spec.EnvSpec.lists_commands`)

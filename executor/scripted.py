@@ -4,7 +4,7 @@ It reads the rendered prompt and the admissible commands, and has no state betwe
 verified by hand, and the tables of memory systems take minutes on a CPU.
 
     take, treat and put   what the goal requires, as soon as a command for it is admissible
-    where to look         first where guidance says; then where the prompt says that this scene's things were (found on
+    where to look         first the place in the guidance; then this scene's places of the thing in the prompt (found on
                           visits, taken before, named by entries); then the other places in order, after the current one
     never                 actions that failed here before, and places of its last actions, according to the prompt
 """
@@ -136,7 +136,7 @@ def _without(at: str, wanted: GoalParts, possible: Sequence[str]) -> str:
 
 
 def _search(prompt: str, sought: str, scene: str, at: str, places: Sequence[str], begins: bool) -> str:
-    """Go to the next place: those that the prompt names, then the others. `begins`: the search starts anew."""
+    """Go to the next place: first the places that the prompt names. `begins`: the search starts anew."""
     recent = _recent(prompt)
     been = {*_GONE.findall(recent)}.difference(_TAKEN.findall(recent)) | {at}  # where one was taken may be another
     facts = [place for place in dict.fromkeys(_facts(prompt, sought, scene)) if place in places or place == at]

@@ -70,7 +70,7 @@ def read_program(lines: Sequence[str]) -> tuple[Skill, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramProgress:
-    """ProgramProgress through a program."""
+    """Progress through a program."""
 
     leading: Skill | None  # the leading skill before the next deed
     deed: Skill | None  # the next skill that changes something; None at the end of the program

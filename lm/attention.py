@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 SHARED = "sdpa_shared_heads"
 _padded: ContextVar[bool | None] = ContextVar("padded", default=None)
 
-# cuDNN gives NaN gradients with some masks (pytorch#196678), and plans anew for every cache length.
+# cuDNN gives NaN gradients with some masks (pytorch#196678), and replans for every cache length.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -105,7 +105,7 @@ class Backbone(PromptEncoder):
 
     @property
     def context(self) -> int | None:
-        """The model's context length in tokens; None if its config does not tell."""
+        """The model's context length in tokens; None if its config has none."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @functools.cached_property

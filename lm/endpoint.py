@@ -339,7 +339,7 @@ class RateLimiter:
         self._clock, self._free_at = clock, 0.0
 
     def delay(self, tokens: int) -> float:
-        """Reserve a request of so many tokens; return the seconds until it may start."""
+        """Reserve a request of `tokens` tokens; return the seconds until it may start."""
         now = self._clock()
         start = max(now, self._free_at)
         self._free_at = start + max(self._per_request, tokens * self._per_token)

@@ -111,7 +111,7 @@ def check_context(role: str, tokens: int, room: int, context: int | None) -> Non
         raise ContextLengthError(
             f"the {role}'s prompt has {tokens} tokens and leaves no room for {room} more in a context of {context}: "
             f"give it less memory (memory.k), lower {role}.max_new_tokens, or choose a model with a longer context "
-            "(vLLM with a limit of its own: raise max_model_len, or serve it with a larger --max-model-len)"
+            "(vLLM with a lower limit: raise max_model_len, or serve it with a larger --max-model-len)"
         )
 
 

@@ -1,9 +1,9 @@
 """Escaping of special tokens in data: texts that spell one are encoded as characters.
 
-A tokenizer cannot tell the `<|im_end|>` of a chat template from one in an observation. Special tokens in texts are
-therefore hidden before the template is rendered. The rendered chat is encoded by a copy of the tokenizer whose special
-tokens have other names: the template's are renamed, those of the texts are restored as spelled. Names contain a random
-key, which no text can guess. Texts without special tokens take the ordinary path.
+A tokenizer cannot distinguish the `<|im_end|>` of a chat template from one in an observation. So special tokens in
+texts are hidden before the template is rendered, and the rendered chat is encoded by a copy of the tokenizer whose
+special tokens have other names: the template's are renamed, those of the texts are restored as spelled. Names contain a
+random key, which no text can guess. Texts without special tokens take the ordinary path.
 """
 
 from __future__ import annotations

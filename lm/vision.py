@@ -56,7 +56,7 @@ def vision_modules(model: Any) -> dict[str, nn.Module]:
 def concatenate_pictures(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tensor]:
     """Concatenate pictures' tensors by name along the first dimension, zero-padded in all others.
 
-    Raises: ValueError, if padding is needed but no tensor tells the model about it."""
+    Raises: ValueError, if padding is needed but no tensor informs the model about it."""
     names = list(pictures[0].tensors) if pictures else []
     joint = {name: _concatenate_padded([picture.tensors[name] for picture in pictures]) for name in names}
     shapes = {tuple(picture.tensors[name].shape[1:] for name in names) for picture in pictures}

@@ -158,8 +158,8 @@ class Agent:
         Args:
             success: whether the goal was reached. Failures are committed, too: memory systems learn from them.
             observation: what the environment answered to the last action.
-            rationale: why it succeeded or failed, which its memory entry then says.
-            commit: False leaves memory as it is.
+            rationale: why it succeeded or failed; stored in its memory entry.
+            commit: False leaves memory unchanged.
         """
         runner = self._running()
         self._runner, episode = None, runner.episode
@@ -179,7 +179,7 @@ class Agent:
 
 
 class _Outside:
-    """Stands for the caller's environment, which the loop cannot call."""
+    """Placeholder for the caller's environment, which the loop cannot call."""
 
     name = "outside"
 
@@ -211,7 +211,7 @@ class _Unbatched(StepBatcher):
 
 
 def _completed(step: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits to its end; unlike `asyncio.run`, it works where an event loop runs."""
+    """Run a coroutine that never suspends; unlike `asyncio.run`, this works inside a running event loop."""
     while True:
         try:
             step.send(None)

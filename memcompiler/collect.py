@@ -33,7 +33,7 @@ from runtime.progress import disable_library_progress_bars
 console = Console(width=120)
 RESPONSES = "responses.sqlite"  # cached answers of endpoints
 
-# Settings that a resumed collection may change: how endpoints are called, not what they are asked.
+# Settings that a resumed collection may change: how endpoints are called, not the content of requests.
 MAY_CHANGE_ON_RESUME = (
     "episode_attempts",
     *cluster.MAY_CHANGE_ON_RESUME,

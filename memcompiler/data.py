@@ -32,7 +32,7 @@ def bank_show(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 20,
 ) -> None:
-    """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
+    """Print and draw the content of a memory; with --run, also the entries that the run recalled and followed."""
     from eval.memory_report import show
 
     show(bank, run, out or bank / "show", most)
@@ -179,14 +179,14 @@ def run_leakage(
 
     if config is None and (train is None or evaluation is None):
         raise ConfigError("give --train and --eval, or a collect configuration for the missing side")
-    ours, audit = _sides(train, evaluation, config)
+    training, audit = _sides(train, evaluation, config)
     console = Console(width=120)
     if audit.verdict:
         console.print(audit.verdict.table())
     if out is not None:
         with output_folder(out, "leakage", (LEAKAGE, MANIFEST), "train_sha256"):
             write_atomically(out / LEAKAGE, json.dumps(audit.to_json(), indent=2) + "\n")
-            ours.write(out / MANIFEST)
+            training.write(out / MANIFEST)
     if not audit.clean:
         raise ConfigError("; ".join(audit.leaks) or f"nothing was checked. {audit.summary}")
     if audit.unchecked:
@@ -202,14 +202,14 @@ def _sides(
     from envs.manifest import Manifest
     from envs.registry import Environments
 
-    ours, theirs = (Manifest.read(path) if path else None for path in (train, evaluation))
-    if ours and theirs:
-        return ours, LeakageAudit(ours.sha256, check(ours, theirs))
+    training, held_out = (Manifest.read(path) if path else None for path in (train, evaluation))
+    if training and held_out:
+        return training, LeakageAudit(training.sha256, check(training, held_out))
     assert config is not None
     with Environments(config.env) as envs:
-        if ours is None:
+        if training is None:
             tasks, experience = select_tasks(config, envs, config.split, envs.spec.expert)
-            ours = Manifest.of(config.env.name, [*tasks, *experience])
-        if theirs:
-            return ours, LeakageAudit(ours.sha256, check(ours, theirs))
-        return ours, audit_training(config, ours, *held_out_tasks(config, envs))
+            training = Manifest.of(config.env.name, [*tasks, *experience])
+        if held_out:
+            return training, LeakageAudit(training.sha256, check(training, held_out))
+        return training, audit_training(config, training, *held_out_tasks(config, envs))

@@ -167,7 +167,7 @@ def _copy_checkpoint(found: Path, folder: Path, base: str | None) -> None:
 
 
 def _public_state(found: Path) -> dict[str, Any]:
-    """Return the records of a checkpoint without those that hold a path of this machine."""
+    """Return the records of a checkpoint that hold no path of this machine."""
     is_path = lambda value: isinstance(value, str) and Path(value).is_absolute()
     return {name: value for name, value in checkpoint.read_state(found).items() if not is_path(value)}
 

@@ -35,9 +35,9 @@ def zoo_gate(
 ) -> None:
     """Test the skills of shipped models that all results rest on; exit 1 if one fails.
 
-    household: does the compiler base name the places that entries say and pictures mark? alfworld: does an executor
-    search by itself, follow guidance and read pasted memory; does a compiler name the right place, stay silent, skip
-    excluded places and cite existing entries?
+    household: the compiler base names the places in entries and pictures. alfworld: an executor searches alone, follows
+    guidance and reads pasted memory; a compiler names the right place, omits needless guidance, skips excluded places
+    and cites existing entries.
     """
     from configs.models import model_path
 

@@ -106,7 +106,7 @@ class MemoryBank:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
-        """Learn from no further attempt."""
+        """Return None: this memory learns from no further attempt."""
 
     def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> WriteResult:
         """Append entries in one atomic commit. Known ids are ignored and counted, never overwritten.

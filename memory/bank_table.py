@@ -90,7 +90,7 @@ def bank_errors(path: Path) -> Iterator[None]:
     except (RuntimeError, OSError) as e:
         problem = (str(e) or repr(e)).splitlines()[0]
         raise BankError(
-            f"{path}: {problem}. If the disk is full or not reachable, mend that: what was "
+            f"{path}: {problem}. If the disk is full or not reachable, fix that: what was "
             "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
             "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
         ) from e

@@ -1,4 +1,4 @@
-"""A token budget per recall for any memory system. Entries are whole; those that exceed the budget are left out."""
+"""A token budget per recall for any memory system. Entries are never cut: one that exceeds it is left out."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class WorldSession(Protocol):
 
 @runtime_checkable
 class SupportsWorldSessions(Protocol):
-    """A memory system with a memory of its own for worlds that are never reset (`open_world_session`)."""
+    """A memory system with a separate memory for worlds that are never reset (`open_world_session`)."""
 
     def life(self, world: TaskSequence) -> WorldSession: ...
 

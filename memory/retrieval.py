@@ -129,9 +129,9 @@ class BankRanker:
         values, limit = scores[rows], max(WINDOW, 4 * k)
         while True:
             edge = np.partition(values, -limit)[-limit] if len(values) >= limit else -math.inf
-            kept = [found for row in rows[values > edge] if keep(found := self._entries[row])]
-            if edge == -math.inf or len(kept) >= k:
-                return sorted(kept, key=lambda found: (-scores[found.row], found.id))
+            best = [found for row in rows[values > edge] if keep(found := self._entries[row])]
+            if edge == -math.inf or len(best) >= k:
+                return sorted(best, key=lambda found: (-scores[found.row], found.id))
             limit *= 16
 
 

@@ -90,5 +90,5 @@ def _measure(word: str) -> int:
 
 
 def _short(word: str) -> bool:
-    """Whether the word ends consonant, vowel, consonant other than w, x, y."""
+    """Return whether the word ends consonant, vowel, consonant other than w, x, y."""
     return _form(word).endswith("cvc") and word[-1] not in "wxy"

@@ -127,11 +127,11 @@ def word_tokens(text: str) -> float:
 
 def truncate_words(text: str, most: int) -> str:
     """Truncate a text to `most` words, or to as many tokens of other scripts."""
-    kept, left = list[str](), WORD_TOKENS * most
+    chunks, left = list[str](), WORD_TOKENS * most
     for chunk in text.split():
         tokens = word_tokens(chunk)
-        kept.append(chunk if tokens <= left + 1e-9 else chunk[: int(len(chunk) * left / tokens)])
+        chunks.append(chunk if tokens <= left + 1e-9 else chunk[: int(len(chunk) * left / tokens)])
         left -= tokens
         if left < 1e-9:
             break
-    return " ".join(filter(None, kept))
+    return " ".join(filter(None, chunks))

@@ -39,7 +39,7 @@ def capability() -> str:
 
 
 def fitting(gib: float, size: float = 1.0) -> str:
-    """Name the largest models of `NEEDS` for each stage that fit into so much memory, with parameters `size` times as
+    """Name the largest models of `NEEDS` for each stage that fit into `gib` GiB, with parameters `size` times as
     large as in bfloat16."""
     found = []
     for stage in STAGES:

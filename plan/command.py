@@ -66,9 +66,9 @@ def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path
         check_own_files(json.parent, (json.name,), "plans")
     number = gpus or (NODE if isinstance(settings, GrpoConfig) else 1)
     records = []
-    for own, made in plans(settings, read, card, number):
-        found = None if made.fits(card, number) else remedy(own, read, card, number)
-        print("\n".join(lines(made, read, gpu=card, gpus=number, remedy=found)), end="\n\n", flush=True)
-        records.append(made.to_json(card, number, found))
+    for own, plan in plans(settings, read, card, number):
+        found = None if plan.fits(card, number) else remedy(own, read, card, number)
+        print("\n".join(lines(plan, read, gpu=card, gpus=number, remedy=found)), end="\n\n", flush=True)
+        records.append(plan.to_json(card, number, found))
     if json is not None:
         write_atomically(json, to_json({"lengths": asdict(read), "plans": records}, indent=1))

@@ -121,5 +121,5 @@ def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, dec
 
 
 def prompt_of(tokens: int, soft: int = 0) -> Prompt:
-    """Create a prompt of so many tokens, the first `soft` of which are placeholders for soft tokens."""
+    """Create a prompt of `tokens` tokens, the first `soft` of which are placeholders for soft tokens."""
     return Prompt((MEMORY,) * soft + (WORD,) * (tokens - soft))

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 META = torch.device("meta")
-FLASH = 1  # torch's attention kernel without a (T, T) matrix; with a mask, stands for the memory-efficient one
+FLASH = 1  # torch's attention kernel without a (T, T) matrix; with a mask, represents the memory-efficient one
 
 
 class Ledger:

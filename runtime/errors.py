@@ -55,7 +55,7 @@ FAILURE_REASONS = (
 
 
 def is_failure(stop_reason: str) -> bool:
-    """Whether the machinery failed: evaluation counts the episode as failed, training and memory leave it out."""
+    """Return whether the machinery failed: evaluation counts the episode as failed, training and memory omit it."""
     return stop_reason in FAILURE_REASONS
 
 

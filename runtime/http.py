@@ -106,7 +106,7 @@ class RemoteServer:
 
         def pause(seconds: float) -> None:
             if over.wait(seconds):
-                raise RemoteError("given up: another request of the batch failed")
+                raise RemoteError("cancelled: another request of the batch failed")
 
         attempts = Retrying(
             retry=retry_if_exception_type(TransientError),
@@ -186,7 +186,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine."""
+    """Return whether a host is this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -226,7 +226,7 @@ def free_port() -> int:
 
 
 def responds(url: str, timeout_s: float = 5.0) -> bool:
-    """Whether a GET of `url` returns status 200, without a proxy."""
+    """Return whether a GET of `url` returns status 200, without a proxy."""
     try:
         return httpx.get(url, timeout=timeout_s, trust_env=False).status_code == 200
     except httpx.HTTPError:

@@ -115,7 +115,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether a holder on this host has ended; False for other hosts."""
+    """Return whether a holder on this host has ended; False for other hosts."""
     return holder["host"] == platform.node() and _start_of(holder["pid"]) != holder["start"]
 
 

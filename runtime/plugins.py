@@ -66,7 +66,7 @@ class Registry(Generic[Spec]):
         return list(dict.fromkeys([*self.built_in, *self._added, *installed]))
 
     def loaded(self) -> list[Spec]:
-        """Return the built-in specs and those that this process has registered or loaded."""
+        """Return the built-in specs and the specs that this process has registered or loaded."""
         return [*map(self.find, self.built_in), *self._added.values()]
 
     def _load(self, point: metadata.EntryPoint) -> Spec:

@@ -104,7 +104,7 @@ class FunctionActor(Actor):
 
     def run(self, variables: Mapping[str, str], function: Callable[..., object], *given: Any) -> Iterator[list[Any]]:
         """Set environment variables, and call `function(*given, report)`. Yields batches of its output: printed lines
-        as text, reports as they are."""
+        as text, reports unchanged."""
         os.environ.update(variables)
         output: queue.SimpleQueue[Any] = queue.SimpleQueue()
         thread = ThreadPoolExecutor(1, thread_name_prefix="runner")

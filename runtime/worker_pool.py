@@ -1,12 +1,12 @@
 """Pool of workers that may be lost: hands out units of work, retries what a lost worker left, and records results.
 
-    with ray_worker_pool(settings, make_worker) as crew:
-        crew.play(units, record, broken)
+    with ray_worker_pool(settings, make_worker) as pool:
+        pool.run(units, record, broken)
 
 A unit is a few items with the context that a worker needs for them. A worker answers item by item, with one line of
 text each. If a worker is lost (its process or node died, or it is silent), its unanswered items go to another worker,
 `retries` times; the last retry sends items one by one, so that an item that kills its worker affects no other. Then
-`broken` makes the line that is recorded for the item. An answered item is never sent again.
+`broken` creates the line that is recorded for the item. An answered item is never sent again.
 
 `RayBackend` starts workers as Ray actors, on any node of the cluster, including nodes that join later.
 """
@@ -74,7 +74,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone, with its unanswered items."""
+    """A worker is lost, with its unanswered items."""
 
     reason: str
 
@@ -98,8 +98,8 @@ class _WorkerState:
 
 
 class WorkerPool:
-    """Keeps workers from one `play` to the next: as many as settings, resources and units allow. One more is always
-    requested, for resources that are added later."""
+    """Workers that persist from one `run` to the next, as many as settings, resources and units allow. One more is
+    always requested, for resources that are added later."""
 
     def __init__(self, backend: RayBackend, settings: RaySettings) -> None:
         self._backend, self._settings = backend, settings
@@ -121,7 +121,7 @@ class WorkerPool:
 
         Args:
             record: Receives results, a few lines at a time.
-            broken: Makes the line of an item whose workers were lost `retries` + 1 times.
+            broken: Creates the line of an item whose workers were lost `retries` + 1 times.
 
         Raises:
             ClusterError: No worker can be started.
@@ -198,7 +198,7 @@ class WorkerPool:
         return []
 
     def _check_workers(self, broken: Broken) -> list[ResultLine]:
-        """Every few seconds, request workers for free resources and give up silent ones; return lines to record."""
+        """Request workers for free resources and drop silent ones, every few seconds; return lines to record."""
         if (now := time.monotonic()) - self._checked < EVERY_S:
             return []
         self._checked, silence, busy = now, self._settings.unresponsive_s, self._busy()
@@ -214,7 +214,7 @@ class WorkerPool:
         lines: list[ResultLine] = []
         for handle in silent:
             self._backend.stop(handle)
-            lines += self._lose(handle, f"it said nothing for {silence:g} s", broken)
+            lines += self._lose(handle, f"it was silent for {silence:g} s", broken)
         return lines
 
     def _stop(self, handle: Any) -> None:
@@ -302,7 +302,7 @@ class RayBackend:
 
 
 class _WorkerActor(Actor):
-    """Runs a worker in a thread of its own, while the actor's thread sends results."""
+    """Runs a worker in a separate thread, while the actor's thread sends results."""
 
     def ready(self, make: Callable[[], Worker]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
@@ -320,5 +320,5 @@ class _WorkerActor(Actor):
 def ray_worker_pool(settings: RaySettings, make: Callable[[], Worker]) -> Iterator[WorkerPool]:
     """Start or join Ray, and yield a worker pool there; `make` is called in each worker's process. Raises: as
     `ray_cluster`."""
-    with ray_cluster() as ray, WorkerPool(RayBackend(ray, settings, make), settings) as crew:
-        yield crew
+    with ray_cluster() as ray, WorkerPool(RayBackend(ray, settings, make), settings) as pool:
+        yield pool

@@ -19,8 +19,8 @@ def memory_targets(memory_Td: Tensor, n_tokens: int, emb_std: float) -> Tensor:
     """Compute targets of L_latent (N, d) in normalised units: the memory's executor embeddings (T, d), of its pictures
     or text, in N chunks, sum / sqrt(count).
 
-    This keeps the variance of a single embedding, so targets have about unit scale for any length of memory. With fewer
-    embeddings than chunks, the last chunks are zero.
+    This preserves the variance of a single embedding, so targets have about unit scale for any length of memory. With
+    fewer embeddings than chunks, the last chunks are zero.
     """
     embeddings = memory_Td.float() / emb_std
     chunks = torch.tensor_split(embeddings, n_tokens)
@@ -39,7 +39,7 @@ def soft_mse(z_BNd: Tensor, target_BNd: Tensor) -> Tensor:
 
 
 def negative_entropy(gaussian: Gaussian) -> Tensor:
-    """Compute L_entropy = -mean(0.5 log(2 pi e) + log sigma), which keeps sigma from collapsing."""
+    """Compute L_entropy = -mean(0.5 log(2 pi e) + log sigma), which prevents sigma from collapsing."""
     return -(0.5 * math.log(2 * math.pi * math.e) + gaussian.log_sigma.float()).mean((-1, -2))
 
 

@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread, no network, no display, and where things are."""
+"""Common setup of all tests: one thread, no network, no display; fixtures for paths."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests are shared out (-n), the files with the most slow ones come first, so that none of them is left when
-    the others are through."""
+    """Sort files with many slow tests first, so that parallel runs (-n) end at about the same time."""
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])

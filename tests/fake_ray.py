@@ -1,4 +1,4 @@
-"""As much of Ray as a pool of engines uses, in one process: actors that answer at once, and die when they are told."""
+"""Fake Ray in one process, for pools of engines: actors answer at once and die at scripted requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ActorUnavailableError(RayError):
 
 @dataclass(eq=False)
 class Ref:
-    """What was asked for: there, an error, or never to come."""
+    """A reference to a result: a value, an error, or pending forever."""
 
     value: Any = None
     error: Exception | None = None
@@ -38,11 +38,12 @@ class FakeActor:
     """An actor (`runtime.ray_actors.ObjectActor`) that dies at some of its requests.
 
     Attributes:
-        make: makes what it holds, anew whenever it is started.
-        dies_at: numbers of the requests, over all its lives, that it dies of.
-        hangs_at: numbers of those that it never answers.
-        restarts: how often it is started again.
-        late: how often it is asked who it is before it is there again.
+        make: creates the held object at every start.
+        dies_at: numbers of the requests at which it dies, counted over all restarts.
+        hangs_at: numbers of the requests that it never answers.
+        restarts: maximum number of restarts.
+        late: number of failing `about` calls before a restart is complete.
+        requested: number of requests so far.
     """
 
     make: Callable[[], Any]
@@ -50,7 +51,7 @@ class FakeActor:
     hangs_at: Sequence[int] = ()
     restarts: int = 3
     late: int = 2
-    asked: int = 0
+    requested: int = 0
     seen: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,11 +69,11 @@ class FakeActor:
         )
 
     def _call(self, name: str, *arguments: Any) -> Ref:
-        self.asked += 1
+        self.requested += 1
         self.seen.append(name)
-        if self.asked in self.hangs_at:
+        if self.requested in self.hangs_at:
             return Ref(pending=True)
-        if self.asked in self.dies_at:
+        if self.requested in self.dies_at:
             self.die()
             return Ref(error=self._gone())
         if self._absent:
@@ -92,7 +93,7 @@ class FakeActor:
 
 
 class FakeRay:
-    """The module."""
+    """Replacement of the module `ray`."""
 
     exceptions = SimpleNamespace(
         RayError=RayError,

@@ -1,4 +1,4 @@
-"""Stand-ins for environments, compilers and executors, and small records, that several tests share."""
+"""Fake environments, compilers and executors, and small records, for several tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMANDS = ("north", "south")
 
 
 class CountingEnv:
-    """Succeeds after as many steps as its task's id says; breaks where the kind says so."""
+    """Succeeds after a number of steps, the task's id; fails for the kinds `broken` and `crash`."""
 
     name = "counting"
 
@@ -44,7 +44,7 @@ class CountingEnv:
 
 
 class Recorder:
-    """A compiler and an executor that write down what they are asked."""
+    """A compiler and an executor that record their requests."""
 
     accepts_soft, sees_images, reads = True, False, FULL_VIEW
 
@@ -55,8 +55,8 @@ class Recorder:
         self.batches.append([r.goal for r in requests])
         emission = Emission("go north", "it is there", (Create("plan", "a; b"),))
         later = Emission(ops=(Fold("did a"), Create("x", "1"), Create("x", "2")))
-        made = [emission if not r.history else later for r in requests]
-        return [Compilation(render(e), e, tokens_in=3, tokens_out=2) for e in made]
+        emissions = [emission if not r.history else later for r in requests]
+        return [Compilation(render(e), e, tokens_in=3, tokens_out=2) for e in emissions]
 
     def act(self, requests):
         self.seen += requests

@@ -31,19 +31,19 @@ MODEL = "faulty-1"
 
 
 def hashed(messages: list[dict[str, Any]]) -> str:
-    """Some text that depends on the request alone."""
+    """Return a text that depends on the request alone."""
     return "echo " + hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:12]
 
 
 class FaultyServer:
-    """Use as a context manager.
+    """The server, as a context manager.
 
     Attributes:
-        faults: what the next requests get, in this order; an answer when it is empty.
-        answer: what a request is answered; a dictionary is a whole choice, finish_reason and all.
-        served: how many requests got which fault, or "answer".
-        bodies, keys: what was asked, and with which key.
-        on_request: called with the number of requests so far, before each is served.
+        faults: faults of the next requests in order; further requests are answered.
+        answer: returns the answer to messages: a text, or a dictionary as the whole choice with its finish_reason.
+        served: number of requests by fault, or "answer".
+        bodies, keys: bodies and API keys of the requests.
+        on_request: receives the number of requests so far, before each reply.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FaultyServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()  # those that hang
+        self.over.set()  # ends hanging requests
         self._server.shutdown()
         self._server.server_close()
 
@@ -81,7 +81,7 @@ class FaultyServer:
         return self.served.total()
 
     def config(self, **settings: Any) -> EndpointConfig:
-        """Settings that reach this server and lose no time over its faults."""
+        """Return settings of this server, with short waits after faults."""
         fast = {"key_env": None, "backoff_s": 0.001, "timeout_s": 10.0}
         return EndpointConfig(base_url=self.url, model=MODEL, **(fast | settings))
 
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(self._answer(body, self.owner.answer(body["messages"])))
 
     def _vectors(self, body: dict[str, Any], fault: str) -> str:
-        """Embed what is asked for, the last one first; or, by name of a fault, not quite."""
+        """Embed the texts, the last one first, or with a fault."""
         data = [{"index": i, "embedding": self.owner.vector(text)} for i, text in enumerate(body["input"])]
         match fault:
             case "one too few":

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face Hub on loopback: creates repositories, takes commits, serves files."""
+"""Fake Hugging Face Hub on loopback: creates repositories, accepts commits, serves files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REVISION = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """`files`: contents by repository and path; `private`: what each repository was created with."""
+    """`files`: contents by repository and path; `private`: visibility by repository."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -39,9 +39,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
-            self.server.files[name], self.server.private[name] = {}, asked.get("visibility") == "private"
+            created = json.loads(body)
+            name = "/".join(filter(None, [created.get("organization"), created["name"]]))
+            self.server.files[name], self.server.private[name] = {}, created.get("visibility") == "private"
             self._json({"url": f"{self.server.url}/{name}"})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]

@@ -45,7 +45,7 @@ STUB = r"""
 #include <stdlib.h>
 #include <string.h>
 static __thread int current = 0;
-static struct { char *at; long size; } pinned[4096]; /* what torch's cache of pinned memory asked for */
+static struct { char *at; long size; } pinned[4096]; /* allocations of torch's cache of pinned memory */
 static int pins = 0;
 int cudaHostAlloc(void **p, long size) {
   if (pins == 4096) return 2;
@@ -222,15 +222,15 @@ class DeviceTensor(torch.Tensor):
 
 
 def wrap(values: torch.Tensor, device: torch.device) -> DeviceTensor:
-    """Make a device tensor of a CPU tensor, which it shares."""
+    """Create a device tensor that shares a CPU tensor."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     how: dict[str, Any] = {"dtype": values.dtype, "layout": values.layout, "device": device}
-    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         DeviceTensor, values.size(), values.stride(), values.storage_offset(), **how
     )
-    made.values = values
-    return made
+    tensor.values = values
+    return tensor
 
 
 def match_size(tensor: DeviceTensor) -> None:
@@ -339,7 +339,7 @@ def check(func: Any, name: str, args: Any, tensors: list[torch.Tensor], ours: li
 
 
 def with_device_generator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers as the state of the device's generator says, and advance it as CUDA does."""
+    """Draw random numbers from the state of the device's generator, and advance it as CUDA does."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     generator = given[0] if given else torch.cuda.default_generators[torch.cuda.current_device()]
     if generator.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Several nodes of Ray on this machine, on loopback and with a token, and who belongs to them."""
+"""Several Ray nodes on this machine, on loopback and with a token, and their processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from runtime.cluster import ADDRESS, import_ray, private_environment, sigterm_as
 from runtime.http import LOOPBACK
 from tests.waiting import until
 
-# The agent of a node, which takes its jobs, gives up where its port is taken: by default one of those that the system
-# hands out to any connection, and one for all nodes of a machine.
+# Port 0: the default port of a node's agent may be in use, and is the same for all nodes of a machine.
 SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False, "dashboard_agent_listen_port": 0}
 
 
 @contextmanager
 def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
-    """Yield `ray.cluster_utils.Cluster` with a node for each number of CPUs, the head first, as RAY_ADDRESS names it;
-    whatever belongs to it is gone after. `dashboard`: with the server that takes jobs."""
+    """Yield `ray.cluster_utils.Cluster` at RAY_ADDRESS, with a node for each number of CPUs, the head first; end all of
+    its processes afterwards. `dashboard`: start the job server."""
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
-    (folder / "ray").mkdir()  # where Ray notes the newest cluster of a machine, for `auto`: not the user's own
+    (folder / "ray").mkdir()  # Ray records the newest cluster here, for `auto`, instead of in the user's folder
     with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
         ray = import_ray()
@@ -55,7 +54,7 @@ def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
 
 
 def processes(word: str) -> dict[int, str]:
-    """Return the processes whose command or environment has a word, but for this one."""
+    """Return the other processes whose command or environment contains a word."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,7 +68,7 @@ def processes(word: str) -> dict[int, str]:
 
 
 def workers() -> list[int]:
-    """Return the processes of our crew's workers on the nodes of this machine that we may kill: those below us."""
+    """Return the worker processes that descend from this process."""
     return [pid for pid, command in processes("ray::_Host").items() if below(pid, os.getpid())]
 
 

@@ -1,4 +1,4 @@
-"""The compiler service on a port of its own, for tests of it and of its clients."""
+"""The compiler service on a free port, for tests of the service and its clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import until
 
 @contextlib.contextmanager
 def listening(backend: Any, gather_s: float = 0.005, **settings: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The service on a loopback port of its own: its URL, and what kills it."""
+    """Start the service on a free loopback port; yield its URL and a function that kills it."""
     service = CompilerService(lambda: backend, ServeConfig(**settings), gather_s=gather_s)
     server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
     bound = bound_socket("127.0.0.1", 0)

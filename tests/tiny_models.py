@@ -1,4 +1,4 @@
-"""Tiny random models that tests make for themselves, at fixed seeds."""
+"""Tiny random models from fixed seeds."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def memory_compiler(
 
 
 def uneven_writer(vlm: bool, decoding: Decoding, speed: Speed | None = None, device: str = "cpu") -> MemoryCompiler:
-    """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
-    end of turn comes at about every seventh hidden state."""
+    """Create a compiler whose emissions vary in length and partly repeat the prompt: its logits are steep, and about
+    every seventh hidden state ends the turn."""
     compiler = memory_compiler(vlm, decoding=decoding, speed=speed, device=device).eval()
     flat, end = compiler.backbone.logits, compiler.backbone.end_id
 
@@ -85,13 +85,13 @@ def request(i: int = 0, image: bool = True) -> CompileRequest:
 
 @contextmanager
 def soft_by_hook(model: Any, placeholder: int, prompt: Prompt) -> Iterator[None]:
-    """Have a Hugging Face model itself read a prompt's soft tokens, in the places of the placeholder."""
+    """Let a Hugging Face model read a prompt's soft tokens at its placeholders."""
 
     def put_in(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        made = output.clone()
+        replaced = output.clone()
         if prompt.soft is not None:
-            made[inputs[0] == placeholder] = prompt.soft
-        return made
+            replaced[inputs[0] == placeholder] = prompt.soft
+        return replaced
 
     hook = model.get_input_embeddings().register_forward_hook(put_in)
     yield

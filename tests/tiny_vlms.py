@@ -1,7 +1,7 @@
-"""Tiny random vision-language models of several families, each with its own processor, made on the spot at seed 0.
+"""Tiny random vision-language models of several families, each with its own processor, from seed 0.
 
-They differ in what matters here: how many crops and tokens a picture has, what the processor calls its tensors and
-whether these are padded, where the vision tower is, and whether the tokens of a picture see those that follow.
+They differ in the number of crops and tokens of a picture, the names and padding of the processor's tensors, the place
+of the vision tower, and whether the tokens of a picture attend to later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEES = {
     "patch_size": 8,
     "initializer_range": 0.2,
 }
-# Like those of LLaVA, SmolVLM or Gemma, it makes nothing of content that is plain text.
+# Like the templates of LLaVA, SmolVLM and Gemma, it ignores content that is plain text.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{% if p.type == 'image' %}IMAGE"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 
 def _tokenizer(image: str, *others: str, **named: str) -> Any:
-    """Make the tests' tokenizer with a family's special tokens, some of which are attributes of it."""
+    """Create the tests' tokenizer with a family's special tokens, some of which are its attributes."""
     known = tiny_models.tokenizer()
     made = PreTrainedTokenizerFast(
         tokenizer_object=copy.deepcopy(known._tokenizer),
@@ -71,7 +71,7 @@ def _reads(tokenizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def llava() -> tuple[Any, Any]:
-    """One crop, 16 tokens that no others enclose; tensors of pictures alone."""
+    """One crop of 16 tokens without delimiters; tensors of pictures alone."""
     tokenizer = _tokenizer("<image>", "<image>")
     config = transformers.LlavaConfig(
         vision_config={**SEES, "model_type": "clip_vision_model", "image_size": 32, "projection_dim": 32},
@@ -90,7 +90,7 @@ def llava() -> tuple[Any, Any]:
 
 
 def internvl() -> tuple[Any, Any]:
-    """As many crops as the shape asks for, 4 tokens each, in one row."""
+    """As many crops as the picture's shape needs, 4 tokens each, in one row."""
     names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
     tokenizer = _tokenizer("<IMG_CONTEXT>", **names, video_token="<video>")
     config = transformers.InternVLConfig(
@@ -110,7 +110,7 @@ def internvl() -> tuple[Any, Any]:
 
 
 def idefics3() -> tuple[Any, Any]:
-    """Crops in rows and columns, with other tokens between; those of a batch are padded, and a mask says so."""
+    """Crops in rows and columns, with other tokens between; padded in a batch, with a mask."""
     places = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
     tokenizer = _tokenizer(
         "<image>", "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *places
@@ -132,7 +132,7 @@ def idefics3() -> tuple[Any, Any]:
 
 
 def gemma3(**reads: Any) -> tuple[Any, Any]:
-    """4 tokens a picture, which see one another both ways; sliding windows that are shorter than a prompt."""
+    """4 tokens a picture, which attend to each other in both directions; sliding windows shorter than a prompt."""
     names = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
     tokenizer = _tokenizer("<start_of_image>", **names)
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -152,7 +152,7 @@ def gemma3(**reads: Any) -> tuple[Any, Any]:
         chat_template=tokenizer.chat_template,
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.5)  # made as zeros
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.5)  # zeros by default
     return model, processor
 
 

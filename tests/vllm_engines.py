@@ -93,7 +93,7 @@ def engine(vlm: bool, role: str = "compiler", ngram: int = 0) -> Any:
 
 
 def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
-    """A Hugging Face compiler whose LoRA changes what it says; another seed is another adapter and projector."""
+    """Create a Hugging Face compiler with a LoRA that changes its output; the seed sets adapter and projector."""
     compiler = tiny_models.memory_compiler(vlm, **kwargs)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
 
 @contextlib.contextmanager
 def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
-    """The URL of `memcompiler serve executor`, whose key is k1; ends by SIGTERM."""
+    """Serve an executor with the key k1; yield its URL, and end it by SIGTERM."""
     port = free_port()
     url = http_url(LOOPBACK, port)
     arguments = [
@@ -132,7 +132,7 @@ def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
 
 @functools.cache
 def shared_server() -> tuple[str, Path]:
-    """The URL and the log of a server of the text model: one for all tests of a process, which ends with it."""
+    """Return URL and log of a server of the text model, one for all tests of a process."""
     started, log = contextlib.ExitStack(), folder(False).with_suffix(".log")
     atexit.register(log.unlink)
     atexit.register(started.close)  # before that
@@ -145,26 +145,28 @@ def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:
 
 
 def served(compiler: MemoryCompiler, path: Path, ngram: int = 0, **kwargs: Any) -> VllmCompiler:
-    """The same compiler in the engine; its adapter goes through `path`."""
+    """Load the same compiler into the engine, with its adapter saved in `path`."""
     vlm = compiler.backbone.is_vlm
     kwargs = {"decoding": compiler.decoding, "instructions": compiler.instructions} | kwargs
-    made = VllmCompiler(engine(vlm, ngram=ngram), load_encoder(folder(vlm)), compiler.projector, **kwargs)
-    made.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
-    return made
+    loaded = VllmCompiler(engine(vlm, ngram=ngram), load_encoder(folder(vlm)), compiler.projector, **kwargs)
+    loaded.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
+    return loaded
 
 
 def requests(count: int = 5) -> list:
     return [tiny_models.request(i, image=i != 1) for i in range(count)]
 
 
-def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol: float = 1e-4) -> None:
-    """What vLLM says of its samples is what one forward pass of the trained model says."""
+def assert_scored_alike(compiler: MemoryCompiler, compilations: list[Compilation], atol: float = 1e-4) -> None:
+    """Assert that vLLM's log-probabilities equal those of one forward pass of the trained model."""
     with torch.no_grad():
-        scored = compiler.score([compiler.encode(c.request) for c in made], [c.emission_ids for c in made])
+        scored = compiler.score(
+            [compiler.encode(c.request) for c in compilations], [c.emission_ids for c in compilations]
+        )
         logprobs = compiler.logprobs(scored.logits)
-        z = torch.stack([c.z for c in made])
+        z = torch.stack([c.z for c in compilations])
         latent = scored.gaussian.log_prob(z, compiler.decoding.soft_temperature or 1.0)
-    for i, c in enumerate(made):
+    for i, c in enumerate(compilations):
         sampled = torch.tensor(c.emission_ids[: len(c.text_logprobs)])
         again = logprobs[i, : len(sampled)].gather(1, sampled[:, None]).squeeze(1)
         torch.testing.assert_close(c.text_logprobs, again, atol=atol, rtol=0)
@@ -174,8 +176,8 @@ def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol:
 
 
 def in_a_process_of_its_own() -> None:
-    """The compiler on an engine in another process, as on a GPU; then that process is killed. For a subprocess: how
-    vLLM runs its engine is settled once per process."""
+    """Compile on an engine in another process, as on a GPU, then kill that process. Run it in a subprocess, because
+    vLLM chooses how to run its engine once per process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     reference = trained(decoding=SAMPLING)
     with tempfile.TemporaryDirectory() as path:
@@ -193,11 +195,11 @@ def in_a_process_of_its_own() -> None:
 
 
 def speculating() -> None:
-    """Compile greedily on an engine that guesses, where the token that would be written most often is reserved, beside
-    Hugging Face; say how many steps the engine took to the longest emission, and how it refuses to sample."""
+    """Compare a speculating engine with Hugging Face, greedily, with the most frequent token reserved; print the number
+    of engine steps and the error of sampling."""
     compiler = trained(False, decoding=Decoding(max_new_tokens=40))
-    encoder, asked = compiler.backbone, [tiny_models.request(i, image=False) for i in range(5)]
-    written = Counter(id for c in compiler.compile(asked) for id in c.emission_ids[:-1])
+    encoder, batch = compiler.backbone, [tiny_models.request(i, image=False) for i in range(5)]
+    written = Counter(id for c in compiler.compile(batch) for id in c.emission_ids[:-1])
     words = {id: encoder.tokenizer.decode([id]) for id in written}
     often = max((id for id in words if encoder.ids(words[id].lstrip()) == (id,)), key=lambda id: written[id])
     with tempfile.TemporaryDirectory() as path:
@@ -206,9 +208,9 @@ def speculating() -> None:
         each.suppressed = sorted({*each.suppressed, often})
     steps, step = [], ours.llm.llm_engine.step
     ours.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-    made = ours._sample([ours.encode(request) for request in asked], ours.generator, never_cancelled)
-    print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in made)}"
-    for a, b in zip(ours.compile(asked), compiler.compile(asked), strict=True):
+    drafts = ours._sample([ours.encode(request) for request in batch], ours.generator, never_cancelled)
+    print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in drafts)}"
+    for a, b in zip(ours.compile(batch), compiler.compile(batch), strict=True):
         assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often not in a.emission_ids
         for name in ("mu", "log_sigma", "soft"):  # (log-probabilities differ: docs/guides/serving.md)
             torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
@@ -216,7 +218,7 @@ def speculating() -> None:
     print(print_steps)
     ours.decoding = SAMPLING
     try:
-        ours.compile(asked)
+        ours.compile(batch)
     except ValueError as error:
         print(error, flush=True)
 

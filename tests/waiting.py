@@ -1,4 +1,4 @@
-"""Wait for what happens elsewhere, in another thread or process, and never for ever."""
+"""Wait for events in other threads or processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def until(
     process: subprocess.Popen | None = None,
     words: Callable[[], object] = lambda: "",
 ) -> Any:
-    """Return what `true()` gives once it is true.
+    """Wait until `true()` is true, and return its value.
 
     Args:
-        process: which must not end meanwhile.
-        words: what a failure says besides.
+        process: a process that must keep running.
+        words: returns details for the error message.
 
     Raises:
         AssertionError: the time is up, or the process ended.
@@ -35,12 +35,12 @@ def until(
 
 
 def lines(path: Path) -> int:
-    """Count the whole lines of a file that may not be there yet."""
+    """Count the complete lines of a file; 0 for a missing one."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Start a call; what is returned waits for its result."""
+    """Start a call in a thread; return a function that waits for its result."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Workers without Ray: a fleet in this very process, whose workers die when they are told to."""
+"""A worker pool's backend without Ray, in this process, with scripted deaths of workers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runtime.worker_pool import Answered, Event, Finished, Lost, Ready, Worker, 
 
 
 class InProcessBackend:
-    """Workers, numbered from 0 in the order in which they are asked for, one line of whom is heard at a time.
+    """Workers, numbered from 0 in the order of requests, which send one line at a time.
 
     Args:
-        make: makes one.
-        rooms: for how many there is room, each time that one asks; the last stays.
-        deaths: after how many lines a worker is lost, by its number; -1: before it is there.
-        mute: those who never say anything.
+        make: creates a worker.
+        rooms: successive values of `capacity()`; the last one repeats.
+        deaths: number of lines before a worker is lost, by its number; -1: it never starts.
+        mute: numbers of workers that never answer.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class InProcessBackend:
         mute: tuple[int, ...] = (),
     ) -> None:
         self.make, self.deaths, self.mute = make, dict(deaths or {}), mute
-        self.rooms, self.hired, self.asked = deque(rooms), 0, 0  # asked: most workers at a time
+        self.rooms, self.hired, self.most = deque(rooms), 0, 0  # most: largest number of workers at a time
         self.workers: dict[int, Worker] = {}
-        self.told: dict[int, deque[Event]] = {}
+        self.events: dict[int, deque[Event]] = {}
         self.begun: list[tuple[int, WorkUnit]] = []
         self.dismissed: list[int] = []
 
@@ -38,24 +38,24 @@ class InProcessBackend:
 
     def start(self) -> int:
         number, self.hired = self.hired, self.hired + 1
-        self.told[number] = deque()
+        self.events[number] = deque()
         if self.deaths.get(number) == -1:
-            self.told[number].append(Lost("died at birth"))
-        self.asked = max(self.asked, len(self.told))
+            self.events[number].append(Lost("died at birth"))
+        self.most = max(self.most, len(self.events))
         return number
 
     def _let_in(self) -> None:
-        """Have those who were asked for come, as far as there is room."""
-        for number in [n for n, events in self.told.items() if n not in self.workers and not events]:
-            if sum(n in self.workers for n in self.told) < self.rooms[0]:
+        """Start requested workers while there is room."""
+        for number in [n for n, events in self.events.items() if n not in self.workers and not events]:
+            if sum(n in self.workers for n in self.events) < self.rooms[0]:
                 self.workers[number] = self.make()
-                self.told[number].append(Ready())
+                self.events[number].append(Ready())
 
     def submit(self, handle: int, unit: WorkUnit) -> None:
         self.begun.append((handle, unit))
         if handle in self.mute:
             return
-        events, lines = self.told[handle], list[Any]()
+        events, lines = self.events[handle], list[Any]()
         failure: list[BaseException] = []
         try:
             self.workers[handle].play(unit, lambda key, line: lines.append((key, line)))
@@ -73,20 +73,20 @@ class InProcessBackend:
 
     def wait(self, timeout_s: float) -> Iterator[tuple[int, Event]]:
         self._let_in()
-        for number in [number for number, events in self.told.items() if events]:
-            if isinstance(event := self.told[number].popleft(), BaseException):
+        for number in [number for number, events in self.events.items() if events]:
+            if isinstance(event := self.events[number].popleft(), BaseException):
                 raise event
             if isinstance(event, Lost):
-                del self.told[number]
+                del self.events[number]
             yield number, event
 
     def stop(self, handle: int) -> None:
         self.dismissed.append(handle)
-        self.told.pop(handle, None)
+        self.events.pop(handle, None)
 
 
 class Echo:
-    """Answers with the item; `bad` items kill whoever plays them (a InProcessBackend is told so), "raise" raises."""
+    """Answers every item with context and item; the item "raise" raises."""
 
     def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
         for key, item in unit.items.items():

@@ -244,7 +244,7 @@ class EnginePool:
         results: list[Any] = [None] * len(calls)
         losses: dict[int, tuple[str, ...]] = {i: () for i in range(len(calls))}
         waiting, pending = deque(losses), dict[Any, _PendingCall]()
-        silence = f"it said nothing for {self._placement.unresponsive_s:g} s"
+        silence = f"no answer for {self._placement.unresponsive_s:g} s"
         while waiting or pending:
             while waiting:
                 call = waiting.popleft()

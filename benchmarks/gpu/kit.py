@@ -78,7 +78,7 @@ class Kit:
         return json.loads(path.read_text()) if path.exists() else {"setup": asdict(self.setup), "parts": {}}
 
     def _due(self, names: Sequence[str], record: dict[str, Any], again: bool) -> list[Part]:
-        """List the parts to run, and record those that cannot run here as skipped. Raises: ValueError."""
+        """List the parts to run, and record parts that cannot run here as skipped. Raises: ValueError."""
         known = {part.name: part for part in self.parts}
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"no part {', '.join(unknown)}: there are {', '.join(known)}")

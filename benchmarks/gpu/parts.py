@@ -96,7 +96,7 @@ def run_inside(runs: str, setup: Setup, rows: Path) -> bool:
     """Run a part in this process; append each row, and a final error, to `rows` as it appears (rank 0 only).
 
     Returns:
-        Whether no row says `passed: False`.
+        Whether no row has `passed: False`.
     """
     file = JsonLines(rows) if int(os.environ.get("RANK", "0")) == 0 else None
     write = file.append if file else lambda row: None

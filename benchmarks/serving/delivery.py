@@ -8,7 +8,7 @@ Whole scripted episodes are played (`benchmarks.serving.scripted`). The first st
 from the steady state after it. The parts of a step, in seconds of an episode that moves in step with its batch:
 
 emission       the compiler reads M, b_t and o_t, and writes
-second pass    the compiler reads the memory tokens (Hugging Face: from the same cache; vLLM: as a request of its own)
+second pass    the compiler reads the memory tokens (Hugging Face: from the same cache; vLLM: as a separate request)
 executor       the executor reads its prompt and writes an action
 lower bound    of both models on this machine, for uncached tokens read and tokens written (`lower_bound.py`)
 """

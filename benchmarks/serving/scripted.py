@@ -1,7 +1,7 @@
 """Scripted episodes for cost measurements: synthetic homes with the emissions and actions of recorded episodes.
 
 Models run as usual, but are forced to write the recorded words (`ScriptedDecoder`, `ForcedTokens`); a vLLM engine
-writes as many tokens of its own. Lengths, drafts and the mix of emissions are thus realistic with any weights. Soft
+generates as many tokens freely. Lengths, drafts and the mix of emissions are thus realistic with any weights. Soft
 tokens are the model's own.
 """
 
@@ -39,7 +39,7 @@ from executor.records import PAPER_VIEW, Action, Executor, ExecutorView
 from lm.backbone import load_encoder
 from memory.entry import MemoryEntry, Provenance
 
-DEFAULT_RECORD = Path(__file__).with_name("household_steps.json")  # its `about` says how it was recorded
+DEFAULT_RECORD = Path(__file__).with_name("household_steps.json")  # its `about` describes the recording
 
 
 class ScriptedEnvironment:
@@ -237,7 +237,7 @@ class ForcedTokens(LogitsProcessor):
 
 
 def force_lengths(llm: Any, lengths: Sequence[int]) -> None:
-    """Force a vLLM engine to generate `lengths` tokens per request; second passes generate none and are left alone."""
+    """Force a vLLM engine to generate `lengths` tokens per request; second passes generate none."""
     enqueue = llm.enqueue
 
     def enqueue_exactly(prompts: Any, params: Sequence[Any], **options: Any) -> Any:

@@ -15,7 +15,7 @@ from data_gen.questions.records import Question, QuestionSet
 from data_gen.questions.templates import sample_by_category
 from memory.protocol import Trace
 
-PARTS = ("thing", "place", "companion", "occasion")  # of an event, each said in some turn
+PARTS = ("thing", "place", "companion", "occasion")  # of an event, each mentioned in a turn
 
 
 def dialogue_questions(

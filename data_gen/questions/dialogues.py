@@ -1,4 +1,4 @@
-"""Generated dialogues: two people tell each other, session after session, what they did at home.
+"""Generated dialogues of two people about their lives at home, in sessions.
 
 The events (verb, object, place) are the steps of two expert histories; companion and occasion are drawn. An event
 spreads over a few turns, one or more of its parts in each, between reactions and small talk, in a style that is drawn
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(slots=True)
 class Mention:
-    """An event in the dialogue: the date of its session, and the id of the turn that says each part."""
+    """An event in the dialogue: the date of its session, and the id of the turn that mentions each part."""
 
     event: Event
     day: str
@@ -152,7 +152,7 @@ class Dialogue:
         return " ".join(text.split())
 
     def narrate(self, who: int, event: Event) -> None:
-        """Tell an event: verb and object first (or after an introduction of the object), other parts now or later."""
+        """Append the turns about an event: verb and object first (or after an introduction), then the other parts."""
         draw, turns = self.draw, dict[str, str]()
         time, look = draw.choice((*TIMES, "", "", "")), draw.choice((*LOOKS, *[""] * 5))
         verb = draw.choice(VERBS[event.verb][0])
@@ -177,7 +177,7 @@ class Dialogue:
         while rest:
             self._react(1 - who, event)
             together = draw.randint(1, len(rest))
-            if draw.random() < self.style.guesses:  # the listener says it, and is right
+            if draw.random() < self.style.guesses:  # the listener guesses right
                 turn = self.say(1 - who, *(f"Let me guess, {phrases[part]}?" for part in rest[:together]))
                 self.say(who, draw.choice(("Exactly!", "How did you know?", "Yes, that is right.")))
             else:
@@ -189,7 +189,7 @@ class Dialogue:
         self.mentions.append(Mention(event, self.day, turns))
 
     def _introduce(self, who: int, thing: str) -> None:
-        """Have either speaker name the object before the event is told."""
+        """Have either speaker name the object before the event."""
         if self.draw.random() < 0.5:
             self.say(1 - who, f"And your {thing}, what about it?")
         else:

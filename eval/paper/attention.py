@@ -212,4 +212,4 @@ def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> 
         quiet(panel, grid="y")
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
-    return save_figure(figure, path, "step (band: 95 % over the episodes that got so far)")
+    return save_figure(figure, path, "step (band: 95 % over the episodes that reached the step)")

@@ -1,4 +1,4 @@
-"""`memcompiler bench recall`: the share of each question's evidence that a memory packs; uses no reader."""
+"""`memcompiler bench memory recall`: the share of each question's evidence that a memory packs; uses no reader."""
 
 from __future__ import annotations
 

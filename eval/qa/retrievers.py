@@ -124,7 +124,7 @@ def _filled_memory(config: MemoryConfig, histories: Sequence[Trace], folder: Pat
 
 
 def _split_records(trace: Trace) -> list[Trace]:
-    """Turn each record into a history of its own, with its text as goal and its id as task id."""
+    """Turn each record into a separate history, with its text as goal and its id as task id."""
     units = write_units(trace)
     return [
         Trace(replace(trace.task, id=id, goal=unit.rendered("chunk")), (record,), True)

@@ -1,6 +1,6 @@
 """Measure whether GRPO learns, and through which channel: held-out success at checkpoints, over several seeds.
 
-Each seed is another short SFT run from which every variant starts (`linear` from an SFT run of its own) and, on
+Each seed is another short SFT run from which every variant starts (`linear` from a separate SFT run) and, on
 generated homes, another set of scenes and rows. The change since SFT is paired by task, with a bootstrap interval over
 tasks.
 

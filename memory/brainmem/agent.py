@@ -61,7 +61,7 @@ def reflection(trace: Trace, topic: Topic, ask: ChatFunction | None) -> str:
 
 
 def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: ChatFunction) -> EpisodeAnswers:
-    """Ask for reflections on all attempts (L3) and for the experience (L4), which is asked for twice if unusable."""
+    """Ask for reflections on all attempts (L3) and for the experience (L4), which is requested twice if unusable."""
     answers = EpisodeAnswers(reflections=[reflection(trace, topic, ask) for trace in attempts])
     log = "\n\n".join(f"attempt {n}:\n{_attempt_log(trace, topic)}" for n, trace in enumerate(attempts, 1))
     chat = _chat(_AGENT, log)

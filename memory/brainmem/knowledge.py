@@ -89,24 +89,24 @@ class Knowledge:
 
     def sections(self, topic: Topic, own: str) -> dict[str, Section]:
         """Return the sections that depend on the task alone, without episodes of task `own`."""
-        settings, made, fetched = self.settings, dict[str, list[str]](), dict[str, tuple[str, ...]]()
+        settings, texts, fetched = self.settings, dict[str, list[str]](), dict[str, tuple[str, ...]]()
         if settings.semantic.enabled and not settings.texts_only:
-            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(), 1)))
+            texts["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(), 1)))
             found = self.experiences.recalled(topic.room, topic.task_type, topic.objects, settings.semantic.k, own)
-            made["Relevant Experiences"] = [text for e in found if (text := self._experience_line(e))]
+            texts["Relevant Experiences"] = [text for e in found if (text := self._experience_line(e))]
         if settings.episodic.enabled and settings.episodic.trajectory and not settings.texts_only:
-            made["Room Successful Patterns"] = self.graph.patterns(topic, own)
-            made["Real-time Action Hints"] = self.graph.hints(topic, own)
+            texts["Room Successful Patterns"] = self.graph.patterns(topic, own)
+            texts["Real-time Action Hints"] = self.graph.hints(topic, own)
         if (settings.episodic.enabled and settings.episodic.spatial) or settings.texts_only:
             with_facts = settings.episodic.facts and not settings.texts_only
             facts = self.spatial.facts(topic.room, topic.objects, own=own) if with_facts else []
             lines = [f"In {topic.room}: {'; '.join(map(str, facts))}"] if facts else []
-            made[SPATIAL] = [*lines, *SPATIAL_ADVICE]
+            texts[SPATIAL] = [*lines, *SPATIAL_ADVICE]
             fetched[SPATIAL] = tuple(take_command(f"{fact.thing} 1", fact.place) for fact in facts)
         return {
-            name: Section("\n".join([f"{name}:", *made[name]]), fetched.get(name, ()))
+            name: Section("\n".join([f"{name}:", *texts[name]]), fetched.get(name, ()))
             for name in ORDER
-            if made.get(name)
+            if texts.get(name)
         }
 
     def shown_guidelines(self) -> list[Guideline]:

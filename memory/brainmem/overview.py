@@ -34,7 +34,7 @@ def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
     ]
     if failures:
         rows = tuple((role, str(n)) for role, n in sorted(failures.items()))
-        found.append(Table("answers that could not be used", ("asked for", "times"), rows))
+        found.append(Table("unusable answers", ("role", "times"), rows))
     return found
 
 
@@ -42,8 +42,8 @@ def graphs(known: Knowledge) -> list[Graph]:
     """Return both graphs of the most visited rooms."""
     visits = Counter(t.topic.room for t in known.graph.trajectories)
     rooms = [room for room, _ in visits.most_common(ROOMS)] or sorted(known.spatial.rooms)[:ROOMS]
-    made = [graph for room in rooms for graph in (_space(known, room), _moves(known, room))]
-    return [graph for graph in made if graph.edges]
+    found = [graph for room in rooms for graph in (_space(known, room), _moves(known, room))]
+    return [graph for graph in found if graph.edges]
 
 
 def _space(known: Knowledge, room: str) -> Graph:
@@ -51,7 +51,7 @@ def _space(known: Knowledge, room: str) -> Graph:
     counted = [(pair, of.counts("")) for pair, of in known.spatial.rooms.get(room, {}).items()]
     sure = sorted((each for each in counted if each[1][0]), key=lambda e: (-e[1][0] / e[1][1], -e[1][0], e[0]))[:FACTS]
     edges = (Edge(thing, place, seen / of, f"{seen}/{of}") for (thing, place), (seen, of, _) in sure)
-    return Graph(f"what is where in {room or 'the room'}", tuple(edges))
+    return Graph(f"objects and places in {room or 'the room'}", tuple(edges))
 
 
 def _moves(known: Knowledge, room: str) -> Graph:

@@ -225,7 +225,7 @@ def agreeing_texts(experiences: Iterable[Experience], text: str) -> list[str]:
 
 
 def _applies(task_types: frozenset[str], objects: frozenset[str], new: Experience) -> bool:
-    """Whether a guideline's task types and objects match an experience; no objects match all."""
+    """Return whether a guideline's task types and objects match an experience; no objects match all."""
     return new.task_type in task_types and (not objects or not new.objects or bool(objects & new.objects))
 
 

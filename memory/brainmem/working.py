@@ -66,7 +66,7 @@ def warnings(window: Sequence[WorkStep]) -> list[str]:
 
 
 def _reversed(door: re.Match[str], before: Sequence[WorkStep]) -> bool:
-    """Whether the last use of the door was the opposite one."""
+    """Return whether the last use of the door was the opposite one."""
     uses = [m[1] for step in before if step.ok and (m := _DOOR.fullmatch(step.action)) and m[2] == door[2]]
     return uses[-1] != door[1]
 

@@ -75,10 +75,10 @@ class HomeMemory:
 
     def entries(self, units: Sequence[ObjectUnit]) -> tuple[MemoryEntry, ...]:
         """Return the entries of both memories and of the task before."""
-        made = [self._entry(LONG, f"{self.world}/long", self.graph.text)] if self.settings.long else []
-        made += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u) for u in units]
-        made += [self._entry(BEFORE, f"{self.world}/{self.finished}", self.before)]
-        return tuple(entry for entry in made if entry.text)
+        entries = [self._entry(LONG, f"{self.world}/long", self.graph.text)] if self.settings.long else []
+        entries += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u) for u in units]
+        entries += [self._entry(BEFORE, f"{self.world}/{self.finished}", self.before)]
+        return tuple(entry for entry in entries if entry.text)
 
     def _entry(self, source: str, id: str, text: str, unit: ObjectUnit | None = None) -> MemoryEntry:
         """Create an entry. A unit's entry has the command that fetches its object, which teachers read."""

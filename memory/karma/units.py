@@ -138,8 +138,8 @@ class ShortTerm:
 
     def _write(self, unit: ObjectUnit) -> None:
         self._writes += 1
-        made = replace(unit, position=self.plan.things.get(unit.place), version=self._writes)
-        self.units.write(unit.id, made)
+        revised = replace(unit, position=self.plan.things.get(unit.place), version=self._writes)
+        self.units.write(unit.id, revised)
 
     def _contradict(self, place: str, things: Sequence[str]) -> None:
         """Drop units of objects that are missing from a place in view."""

@@ -36,7 +36,7 @@ class S3Mem:
     Queries search one scope: the scene of their task if the memory knows it, else all units.
 
     Args:
-        until: read only so many rows of the journal (default: all).
+        until: number of journal rows to read (default: all).
         ask: language model of `writer: llm`.
         embed: embedding model of `dense: embed`.
     """
@@ -139,7 +139,7 @@ class S3Mem:
         return FixedSession(first)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
-        """Want no further attempt at a failed task."""
+        """Return None: this memory learns from no further attempt."""
 
     # storage ----------------------------------------------------------------------------------------------------------
 

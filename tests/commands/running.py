@@ -1,4 +1,4 @@
-"""Commands in processes of their own: run to their end, or killed on their way."""
+"""Run commands in separate processes, to their end or until a kill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess
 
 
 def kill_after(lines: int, common: list[str], out: Path) -> None:
-    """Start a training command and kill -9 it as soon as its metrics have so many lines."""
+    """Start a training command and kill -9 it once its metrics have a number of lines."""
     process = subprocess.Popen(
         [sys.executable, "-m", "memcompiler", *common, "--out", str(out)],
         cwd=ROOT,

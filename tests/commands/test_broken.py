@@ -183,8 +183,8 @@ def test_workers_of_a_cluster_follow_the_same_rules(tmp_path: Path, collected: l
 
     def play(of: CollectionPlan, fleet: InProcessBackend) -> None:
         todo = remaining_tasks(of)
-        with WorkerPool(fleet, RaySettings(retries=0)) as crew:
-            play_with_pool(crew, of, todo, 1)
+        with WorkerPool(fleet, RaySettings(retries=0)) as pool:
+            play_with_pool(pool, of, todo, 1)
         sort_record(todo[0], of)
 
     with Environments(config.env) as envs:

@@ -139,7 +139,7 @@ def test_the_result_says_what_it_depends_on(tmp_path):
     assert none["success_at"]["3"] == none["success"]
     assert none["errors"]["failed"] == 4 - round(4 * none["success"]["mean"])
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "How episodes failed" in page and "never found" in page
+    assert "Kinds of failure" in page and "never found" in page
 
 
 @pytest.mark.seconds
@@ -180,11 +180,11 @@ def test_an_interrupted_matrix_says_what_is_missing_and_has_no_report(tmp_path, 
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     whole, cells = evaluate.evaluate, []
 
-    def interrupted(cell, *rest, **more):
+    def interrupted(cell, *rest, **options):
         if len(cells) == 2:
             raise KeyboardInterrupt
         cells.append(cell.name)
-        return whole(cell, *rest, **more)
+        return whole(cell, *rest, **options)
 
     monkeypatch.setattr(evaluate, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""SFT rows as a collection might leave them."""
+"""Synthetic SFT rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fewest commands that win a household game, by exact search, and walks to places from which to ask."""
+"""Exact search for the shortest solution of a household game, and walks to states to search from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from envs.household.world import (
 
 
 def shortest(engine: Engine, state: State, most: int) -> int | None:
-    """Length of the shortest way to the goal, None when it takes more than `most` commands. Breadth first.
+    """Return the length of the shortest solution by breadth-first search; None above `most` commands.
 
-    What is left out cannot help: commands that only tell, shutting things, carrying what the goal does not ask for
-    (other than putting it down), a treatment that is not asked for, and walking twice in a row.
+    It omits commands that cannot help: looking, closing, carrying other things than the goal's (except putting them
+    down), treatments that the goal does not require, and walking twice in a row.
     """
     if engine.won(state):
         return 0
@@ -62,12 +62,12 @@ def helps(engine: Engine, state: State, command: Command, walked: bool) -> bool:
 
 
 def position(engine: Engine, state: State) -> object:
-    """What matters of a state; not, for one, where a thing "next to it" is recorded to be."""
+    """Return the parts of a state that decide the search; not, for example, the record of a thing "next to it"."""
     return (state.location, state.held, state.opened, state.toggled, engine.treated(state), tuple(state.contents))
 
 
 def missing(engine: Engine, state: State) -> int:
-    """At least so many commands are still to come before the goal holds (never too many)."""
+    """Return a lower bound of the remaining commands."""
     kind, wanted = engine.game.goal.kind, engine.candidates()
     held = state.held != NOWHERE and bool(wanted >> state.held & 1)
     laid_aside = state.held != NOWHERE and not held
@@ -87,7 +87,7 @@ def missing(engine: Engine, state: State) -> int:
 
 
 def exhaustive(engine: Engine, state: State, most: int) -> int | None:
-    """The same without leaving any command out: for the smallest games only."""
+    """Return the same without omitting commands, for the smallest games only."""
     level, seen = [state], {position(engine, state)}
     for depth in range(most + 1):
         if any(engine.won(at) for at in level):
@@ -105,7 +105,7 @@ def exhaustive(engine: Engine, state: State, most: int) -> int | None:
 
 
 def wander(engine: Engine, state: State, rng: random.Random) -> None:
-    """Somewhere in the middle of an episode: steps towards the goal among steps that are not. Never won."""
+    """Walk to an unsolved state by steps towards the goal and other steps."""
     share = rng.choice((0.0, 0.3, 0.6))
     for _ in range(rng.choice((0, 5, 15, 40))):
         before = state.copy()
@@ -120,7 +120,7 @@ def wander(engine: Engine, state: State, rng: random.Random) -> None:
 
 
 def excess(engine: Engine, state: State) -> int:
-    """Commands of the plan over the fewest there can be; the plan is played and must win with its last command."""
+    """Return the plan's length over the shortest one; assert that the plan wins with its last command."""
     commands = plan(engine, state)
     assert commands is not None
     end = state.copy()
@@ -129,5 +129,5 @@ def excess(engine: Engine, state: State) -> int:
         engine.step(end, command)
         assert engine.won(end) == (position_ == len(commands) - 1)
     best = shortest(engine, state, len(commands))
-    assert best is not None  # the search knows at least this way
+    assert best is not None  # the search finds at least this solution
     return len(commands) - best

@@ -22,7 +22,7 @@ def tiny_png(grey: int) -> bytes:
 
 
 class Countdown:
-    """Succeeds after as many steps as the task's id says. Some actions misbehave instead."""
+    """Succeeds after a number of steps, the task's id. Some actions misbehave instead."""
 
     plain = True
     name = "countdown"
@@ -116,7 +116,7 @@ class Unbuildable:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs. One that nobody has reaped yet does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open("/proc/%d/stat" % pid) as file:  # noqa: UP031
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -46,7 +46,7 @@ def get(url: str, body: dict | None = None):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server in a process of its own, on a free port of the loopback interface."""
+    """Start a server in a separate process, on a free loopback port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
@@ -77,7 +77,7 @@ def client(url: str):
 
 
 def expert(index: int) -> list[str]:
-    """The way to success, from an environment of our own."""
+    """Return the expert's commands, from a local environment."""
     env = household()
     env.reset(env.tasks("test")[index])
     commands = env.expert()
@@ -122,7 +122,7 @@ def test_sessions_do_not_disturb_each_other(url):
         with pytest.raises(Exception, match=r"(?i)capacity"), client(url) as third:
             third.reset()
     deadline = time.monotonic() + 30
-    while True:  # their places are free again, as soon as the server has seen them go
+    while True:  # their sessions are free once the server has noticed the disconnects
         try:
             with client(url) as third:
                 assert third.reset().observation["task"]

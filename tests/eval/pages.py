@@ -1,4 +1,4 @@
-"""Episodes for reports, hostile ones too, and how their pages are read."""
+"""Episodes for reports, also hostile ones, and a parser of pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def episode(task: str, delivery: str, success: bool, **changes: Any) -> Episode:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, the text, and what stands in script and style."""
+    """A page's tags with attributes, its text, and the contents of script and style."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Page(HTMLParser):
 
 
 def hostile_episode(delivery: str, success: bool) -> Episode:
-    """Hostile text in every field that can hold text."""
+    """Return an episode with hostile text in every text field."""
     texts = {field.name: HOSTILE for field in fields(StepRecord) if field.type == "str"}
     bad = step(0, **texts, parse_error=HOSTILE, op_errors=(HOSTILE,), soft={HOSTILE: 1.0}, admissible=(HOSTILE,))
     names = ("goal", "scene", "split", "kind", "family", "memory_text", "error")

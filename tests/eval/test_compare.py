@@ -154,7 +154,7 @@ def test_settings_that_differ_are_listed_by_dotted_key(tmp_path: Path) -> None:
     text = text_of(page_of(*folders))
     assert "compiler.checkpoint sftgrpo" in text and "extra –true" in text
     assert "compiler_hash cccccccccccc…dddddddddddd…" in text
-    assert "compiler.model mm" not in text and "Before you compare" not in text
+    assert "compiler.model mm" not in text and "Limits of the comparison" not in text
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,8 @@ def test_what_comes_again_is_told_apart() -> None:
 def test_tables_say_that_memory_grew(tmp_path: Path) -> None:
     results = run(config("trajectory", ("static",)), tmp_path / "run")
     table = to_markdown(results)
-    assert "Memory online" in table and "by quarter" in table and results["memory_protocol"] == "online"
-    assert "Memory online" not in to_markdown(
+    assert "Online memory" in table and "by quarter" in table and results["memory_protocol"] == "online"
+    assert "Online memory" not in to_markdown(
         run(config("trajectory", ("none",), protocol="frozen", k=0), tmp_path / "f")
     )
 

@@ -155,7 +155,7 @@ def test_the_page_keeps_to_its_size_and_says_what_is_missing(tmp_path: Path) -> 
     assert len(small.encode()) <= limit
     shown = sum(tag == "details" and attrs.get("class") == "task" for tag, attrs in Page(small).tags)
     assert 0 < shown < 12
-    assert f"{12 - shown} more would have been shown" in small
+    assert f"{12 - shown} more do not fit" in small
     assert "No replay fits" in write(make_run(12), tmp_path / "tiny.html", max_bytes=1)
 
 

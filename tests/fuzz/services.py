@@ -213,7 +213,7 @@ def check_http(given: Mapping[str, Any]) -> None:
 
 
 def make_reply(rng: Random) -> Any:
-    said = pick(rng, (make_lines(rng), "> go | to", ".", text(rng)))
+    emission = pick(rng, (make_lines(rng), "> go | to", ".", text(rng)))
     tensor = {"shape": [1, 2], "data": base64.b64encode(bytes(8)).decode()}
     numbers = {
         "seed": None,
@@ -225,9 +225,9 @@ def make_reply(rng: Random) -> Any:
     }
     tensors = {"mu": tensor, "log_sigma": tensor, "z": pick(rng, (None, tensor)), "noise": None}
     reply = {
-        "text": said,
-        "kind": str(parse(said).emission.kind),
-        "parse_error": parse(said).error,
+        "text": emission,
+        "kind": str(parse(emission).emission.kind),
+        "parse_error": parse(emission).error,
         "prompt_ids": [1, 2],
     }
     lists = {

@@ -57,29 +57,29 @@ REASONING = "SECRET REASONING"
 
 def make_answer(rng: Random) -> tuple[str, str]:
     """Draw a response body, intact or damaged, and its text if it is intact."""
-    said = text(rng) or "look"
+    sent = text(rng) or "look"
     content: Any = pick(
-        rng, (said, f"<think>{REASONING}</think>{said}", [{"type": "text", "text": said}], None, "", value(rng))
+        rng, (sent, f"<think>{REASONING}</think>{sent}", [{"type": "text", "text": sent}], None, "", value(rng))
     )
-    call = {"tool_calls": [{"function": {"name": "act", "arguments": said}}]}
-    more = pick(rng, ({}, {"reasoning_content": REASONING}, {"reasoning": REASONING}, {"refusal": said}, call))
+    call = {"tool_calls": [{"function": {"name": "act", "arguments": sent}}]}
+    more = pick(rng, ({}, {"reasoning_content": REASONING}, {"reasoning": REASONING}, {"refusal": sent}, call))
     message = {"role": "assistant", "content": content, **more}
     reason = pick(rng, ("stop", "length", "content_filter", "tool_calls", None))
     choice = {"index": 0, "message": message, "finish_reason": reason}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 1}}
     body = {"id": "x", "object": "chat.completion", "choices": [choice] * rng.randint(1, 2), "usage": usage}
-    whole = content == said and not {"refusal", "tool_calls"} & message.keys() and rng.random() < 0.5
-    return (json.dumps(body), said) if whole else (json_text(rng, mutated(rng, body)), "")
+    whole = content == sent and not {"refusal", "tool_calls"} & message.keys() and rng.random() < 0.5
+    return (json.dumps(body), sent) if whole else (json_text(rng, mutated(rng, body)), "")
 
 
 def check_answer(given: tuple[str, str]) -> None:
-    body, said = given
+    body, sent = given
     answer = responses.parse_answer(body, [user_message("look", b"png")])
     expect(isinstance(answer.text, str) and answer.text.encode(), "an answer is not text")
     expect(REASONING not in answer.text, "reasoning is part of an answer")
     expect(min(answer.tokens_in, answer.tokens_out) >= 0, "a count of tokens is negative")
-    plain = said.isascii() and not any(mark in said for mark in "<`")
-    expect(not said or not plain or answer.text.split() == said.split(), "an answer reads back as another text")
+    plain = sent.isascii() and not any(mark in sent for mark in "<`")
+    expect(not sent or not plain or answer.text.split() == sent.split(), "an answer reads back as another text")
     for read in (read_emission, lambda answer: read_emission(Answer(answer.text, 0, 0, True))):
         check_emission(read(answer).emission)
 
@@ -102,9 +102,9 @@ def check_vectors(given: tuple[str, int]) -> None:
 def make_action(rng: Random) -> tuple[str, tuple[str, ...] | None, str]:
     """Draw an answer, the admissible commands, and the intended one ("" for any)."""
     command = pick(rng, ADMISSIBLE)
-    said = pick(rng, (command, command.upper(), command.replace(" ", "  ")))
+    sent = pick(rng, (command, command.upper(), command.replace(" ", "  ")))
     if rng.random() < 0.3:
-        return pick(rng, (said, f" {said}\n", f"{said}.", f"\n\n{said}", f"{said}\nit is there")), ADMISSIBLE, command
+        return pick(rng, (sent, f" {sent}\n", f"{sent}.", f"\n\n{sent}", f"{sent}\nit is there")), ADMISSIBLE, command
     return text(rng), pick(rng, (ADMISSIBLE, None, (), texts(rng))), ""
 
 

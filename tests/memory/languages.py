@@ -1,4 +1,4 @@
-"""One small dialogue in many languages: the same ten facts, and four questions with a right and a wrong answer."""
+"""A small dialogue in many languages: ten facts, and four questions with a right and a wrong answer."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _check(
     executor: FrozenExecutor | None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Check:
-    """Add the resident bytes of the real models to what was measured."""
+    """Add the resident bytes of the real models to the measurement."""
     models = [model for model in (compiler, executor and executor.model) if model is not None]
     resident = resident_bytes(models, optimizer)
     expected = sum(predicted.held[kind] for kind in TRANSIENT)

@@ -1,4 +1,4 @@
-"""A crew: every item is answered once, whoever dies, comes late, falls silent or raises."""
+"""Worker pool: every item is answered once, also when workers die, start late, fall silent or raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runtime import worker_pool as crews
+from runtime import worker_pool
 from runtime.cluster import ClusterError, RaySettings
 from runtime.worker_pool import Lost, WorkerPool, WorkUnit, split_into_units
 from tests.worker_backends import Echo, InProcessBackend
@@ -16,7 +16,7 @@ ITEMS = {f"k{i}": i for i in range(10)}
 
 @pytest.fixture(autouse=True)
 def _looks_around_all_the_time(monkeypatch):
-    monkeypatch.setattr(crews, "EVERY_S", 0.0)
+    monkeypatch.setattr(worker_pool, "EVERY_S", 0.0)
 
 
 class Record(list):
@@ -34,8 +34,8 @@ class Record(list):
 
 def play(fleet: InProcessBackend, size: int = 3, **settings) -> Record:
     record = Record()
-    with WorkerPool(fleet, RaySettings(**settings)) as crew:
-        crew.run(list(split_into_units("unit", ITEMS, size)), record.extend, record.lost)
+    with WorkerPool(fleet, RaySettings(**settings)) as pool:
+        pool.run(list(split_into_units("unit", ITEMS, size)), record.extend, record.lost)
     return record
 
 
@@ -44,7 +44,7 @@ def test_every_item_is_answered_once_and_units_hold_what_belongs_together():
     record = play(fleet)
     assert Counter(key for key, _ in record) == Counter(list(ITEMS)) and dict(record)["k4"] == "unit: 4"
     assert [list(unit.items) for _, unit in fleet.begun] == [list(ITEMS)[i : i + 3] for i in (0, 3, 6, 9)]
-    assert {handle for handle, _ in fleet.begun} == {0, 1} and not fleet.told  # and all were dismissed
+    assert {handle for handle, _ in fleet.begun} == {0, 1} and not fleet.events  # and all were dismissed
 
 
 def test_there_are_no_more_workers_than_settings_room_or_work_allow():
@@ -52,7 +52,7 @@ def test_there_are_no_more_workers_than_settings_room_or_work_allow():
     play(fleets[0], workers=2)
     play(fleets[1])
     play(fleets[2], size=9)
-    assert [fleet.asked for fleet in fleets] == [2, 3, 2]  # room for two, and one that may come later; two units
+    assert [fleet.most for fleet in fleets] == [2, 3, 2]  # room for two, and one that may come later; two units
 
 
 def test_what_a_lost_worker_had_not_answered_goes_to_another_one_and_nothing_else_does():
@@ -71,7 +71,7 @@ class Mined(InProcessBackend):
             self.deaths[handle] = list(unit.items).index("k4")
         super().submit(handle, unit)
         if "k4" in unit.items and not self.deaths[handle]:
-            events = self.told[handle]
+            events = self.events[handle]
             events[-1] = Lost("out of memory")
 
 
@@ -94,11 +94,11 @@ def test_workers_that_die_before_they_are_ready_end_the_run_with_the_reason():
 def test_what_a_worker_raises_ends_the_run_and_what_others_said_is_recorded():
     items, record = {**ITEMS, "k9": "raise"}, Record()
     with (
-        WorkerPool(fleet := InProcessBackend(Echo, (4,)), RaySettings()) as crew,
+        WorkerPool(fleet := InProcessBackend(Echo, (4,)), RaySettings()) as pool,
         pytest.raises(ValueError, match="own error"),
     ):
-        crew.run(list(split_into_units("unit", items, 5)), record.extend, record.lost)
-    assert {"k0", "k1", "k2", "k3", "k5"} <= {key for key, _ in record} and not fleet.told
+        pool.run(list(split_into_units("unit", items, 5)), record.extend, record.lost)
+    assert {"k0", "k1", "k2", "k3", "k5"} <= {key for key, _ in record} and not fleet.events
 
 
 def test_a_worker_for_whom_there_is_room_later_is_used():
@@ -112,7 +112,7 @@ def test_a_worker_that_says_nothing_is_given_up():
     record = play(fleet, size=5, unresponsive_s=0.05)
     assert Counter(key for key, _ in record) == Counter(list(ITEMS)) and 0 in fleet.dismissed
     [unit] = [unit for _, unit in fleet.begun if unit.lost]
-    assert unit.lost == ("it said nothing for 0.05 s",)
+    assert unit.lost == ("it was silent for 0.05 s",)
 
 
 def test_nobody_comes():
@@ -126,7 +126,7 @@ def test_nobody_comes():
 
 def test_workers_are_kept_from_one_play_to_the_next_and_answer_questions():
     fleet = InProcessBackend(Echo, (1,))
-    with WorkerPool(fleet, RaySettings(workers=1)) as crew:
-        assert crew.run_one("question") == "question: None"
-        crew.run([WorkUnit("unit", ITEMS)], list[object]().extend, lambda *_: "")
+    with WorkerPool(fleet, RaySettings(workers=1)) as pool:
+        assert pool.run_one("question") == "question: None"
+        pool.run([WorkUnit("unit", ITEMS)], list[object]().extend, lambda *_: "")
     assert fleet.hired == 1

@@ -1,4 +1,4 @@
-"""Parts that stand in for those of the GPU check: they measure nothing, and leave a trace of having been run."""
+"""Fake parts of the GPU check: they measure nothing and record that they ran."""
 
 from __future__ import annotations
 

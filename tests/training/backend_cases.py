@@ -1,4 +1,4 @@
-"""One process's part of the backend tests, run in-process (alone) or by torchrun (two ranks):
+"""Backend tests of one process, run in-process (one rank) or by torchrun (two ranks):
 
 torchrun --nproc_per_node 2 -m tests.training.backend_cases OUT BACKEND,BACKEND... CASE,CASE...
 """
@@ -37,7 +37,7 @@ HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
 
 
 def sft_trainer(out: Path, backend: str, **settings: Any) -> SftTrainer:
-    """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
+    """Take three steps, with checkpoints after the second and third, without noise and dropout."""
     common = {
         "batch_size": 5,
         "micro_batch_size": 3,
@@ -56,7 +56,7 @@ def sft_trainer(out: Path, backend: str, **settings: Any) -> SftTrainer:
 
 
 def sft(out: Path, backend: str) -> None:
-    """Train (or go on training) to the end; the executor is untouched, whole as in slices."""
+    """Train (or resume) to the end; assert that the executor is unchanged, whole or sharded."""
     t = sft_trainer(out / "sft", backend)
     t.resume()
     seen: list[dict[str, float]] = []
@@ -92,14 +92,14 @@ def recomputed(out: Path, backend: str) -> None:
 
 
 def resumed(out: Path, backend: str) -> None:
-    """The last step, from a checkpoint that somebody else has written."""
+    """Take the last step from a checkpoint of another run."""
     t = sft_trainer(out / "resumed", backend)
     assert t.resume() and t.step == 2
     print(*t.steps())
 
 
 def killed(out: Path, backend: str) -> None:
-    """The last rank dies without a word after the second step."""
+    """Kill the last rank after the second step."""
     for metrics in sft_trainer(out / "sft", backend).steps():
         if metrics["step"] == 2 and distributed.rank() == distributed.world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +118,7 @@ def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
 
 
 def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
-    """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
+    """Make two updates on given samples (3 and 2 by rank, then 2 and 0), then one complete update with rollouts."""
     t = grpo_trainer(out / name, backend, **settings)
     t._sync_sampler()
     t.sampler.generator.manual_seed(0)
@@ -131,7 +131,7 @@ def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
         save_file(weights, out / f"{name}.safetensors")
     t.step = 2
     metrics, _ = t.take_step()
-    assert metrics["mismatch_kl"] < 1e-8, metrics  # what rolled out is what trains: its weights came along
+    assert metrics["mismatch_kl"] < 1e-8, metrics  # rollouts used the trained weights
     assert metrics["samples"] == 16 and metrics["grad_norm"] > 0
     assert all(p.grad is None for p in t.executor.model.parameters())
     assert t.executor.hash() == t.executor_hash
@@ -139,17 +139,17 @@ def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
 
 
 def pathwise(out: Path, backend: str) -> None:
-    """As `grpo`, the executor in the gradient's path: whole on every process, whatever the backend."""
+    """As `grpo`, with the gradient through the executor, which every process holds whole under any backend."""
     grpo(out, backend, "pathwise", **grpo_trainers.PATHWISE)
 
 
 def served(out: Path, backend: str) -> None:
-    """As `grpo`, where an engine rolls out."""
+    """As `grpo`, with rollouts by an engine."""
     grpo(out, backend, "served", served=True)
 
 
 def shared(out: Path, backend: str) -> None:
-    """One task for two ranks: they share out its episodes. Those of rank 0 win, those of rank 1 lose."""
+    """Split the episodes of one task between two ranks; rank 0's win, rank 1's lose."""
     make_env = partial(grpo_trainers.LuckyEnv, distributed.rank())
     t = grpo_trainers.trainer(out / "shared", make_env=make_env, tasks=1, group_size=5, updates=1, backend=backend)
     metrics, groups = t.take_step()
@@ -163,19 +163,19 @@ def shared(out: Path, backend: str) -> None:
 
 
 class Held(TorchDispatchMode):
-    """What this process holds of tensors at once, at most: bytes of all storages that are made meanwhile."""
+    """Peak bytes of the tensor storages that this process creates inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live, self.most, self._known = 0, 0, set[int]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
             tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._add(tensor.untyped_storage())
-        return made
+        return results
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._known:
@@ -190,8 +190,8 @@ class Held(TorchDispatchMode):
 
 
 def sliced(out: Path, backend: str) -> None:
-    """Load the shipped models as `train sft` does, and take steps. Where weights are in slices, the last of two
-    ranks, which gets them from the first, never holds more than its half and a tensor on its way."""
+    """Load the shipped models as `train sft` does, and take steps. With sharded weights, the last of two ranks, which
+    receives them from the first, never holds more than its half and one tensor in transfer."""
     settings = {
         "compiler": {"model": "zoo/household/compiler", "soft": {"n_tokens": 4, "emb_std": "auto"}},
         "executor": {"model": "zoo/household/executor", "soft_on": "always"},
@@ -211,13 +211,13 @@ def sliced(out: Path, backend: str) -> None:
         compiler, executor = load_models(config, find("household"))
         read = held.live
         sizes = [p.numel() * p.element_size() for model in (compiler, executor.model) for p in model.parameters()]
-        wrap, most = backends.Replicated._wrap, list[int]()  # called when slices are given out
+        wrap, most = backends.Replicated._wrap, list[int]()  # called when shards are distributed
         patch.setattr(backends.Replicated, "_wrap", lambda *args: (most.append(held.most), wrap(*args))[1])
         t = SftTrainer(config, compiler, executor, ROWS, out / "sliced")
     if distributed.rank() > 0 and backends.BACKENDS[backend].is_sharded:
         print({"models": sum(sizes), "largest": max(sizes), "read": read, "most": most})
-        assert read < 0.02 * sum(sizes)  # of the projector, which is made where it is used, and buffers
-        assert most[0] < 0.75 * sum(sizes)  # its half, the vision tower, and one layer or table on its way
+        assert read < 0.02 * sum(sizes)  # of the projector, which is created on its device, and buffers
+        assert most[0] < 0.75 * sum(sizes)  # its half, the vision tower, and one layer or table in transfer
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
     t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
@@ -228,7 +228,7 @@ def sliced(out: Path, backend: str) -> None:
 
 
 class FatedEnv(grpo_trainers.LuckyEnv):
-    """Whether an episode succeeds, or its environment breaks, is the task's kind."""
+    """The task's kind decides whether an episode succeeds or its environment fails."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -244,7 +244,7 @@ FATES = [grpo_trainers.spec(i, kind) for i, kind in enumerate(("easy", "hard", "
 
 
 def evaluated(out: Path, backend: str) -> None:
-    """Five held-out tasks for one rank or two: of the four that do not break three succeed, in two steps each."""
+    """Evaluate five held-out tasks on one or two ranks: one breaks, and three succeed in two steps each."""
     t = grpo_trainers.trainer(
         out / "evaluated",
         make_env=FatedEnv,
@@ -266,7 +266,7 @@ CASES = {
 
 
 def main(out: Path, kinds: str, names: str) -> None:
-    backends.Zero2.persistent = 0  # or ZeRO-3 would leave models as small as these whole
+    backends.Zero2.persistent = 0  # otherwise ZeRO-3 does not shard such small models
     with distributed.group():
         assert distributed.world_size() == 2
         for kind in kinds.split(","):

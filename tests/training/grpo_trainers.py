@@ -1,4 +1,4 @@
-"""Small GRPO trainers, and worlds whose outcome does not depend on what is said."""
+"""Small GRPO trainers, and environments whose outcome does not depend on the compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
 
 
 class Bandit:
-    """One step, and one of the commands wins."""
+    """Ends after one step; one of the commands wins."""
 
     name = "bandit"
 
@@ -49,7 +49,7 @@ class Bandit:
 
 
 class LuckyEnv:
-    """Two steps; every other episode succeeds, and those whose task says so break."""
+    """Ends after two steps; every other episode succeeds, and tasks of a kind break."""
 
     name = "lucky"
 
@@ -84,12 +84,12 @@ def spec(i: int, kind: str = "") -> EpisodeSpec:
 
 
 def executor(device: str = "cpu", **kwargs) -> FrozenExecutor:
-    """Make one that reads soft tokens at every step, for random models hardly ever give guidance."""
+    """Create a trainer whose executor reads soft tokens at every step, because random models rarely guide."""
     return FrozenExecutor(tiny_models.lm_backbone(seed=1, device=device), **{"reads": FULL_VIEW, **kwargs})
 
 
 class Engine(MemoryCompiler):
-    """What compiles in a trainer's place, with the weights that it is told."""
+    """An engine that compiles for a trainer, with the weights that it receives."""
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
         checkpoint.load(folder, self)
@@ -106,7 +106,7 @@ PATHWISE = {"loss": {"latent_gradient": "pathwise"}, "executor": {"temperature":
 
 
 def merged(*settings: dict[str, Any]) -> dict[str, Any]:
-    """Lay settings over settings, block by block."""
+    """Merge nested settings."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*settings)))
 
 
@@ -141,7 +141,7 @@ def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
 
 
 def played(t: GrpoTrainer, compiler: MemoryCompiler, update: int = 0) -> list[Group]:
-    """The whole groups of an update."""
+    """Return the complete groups of an update."""
     k = t.config.group_size
     episodes = t.engine.run(compiler, [spec for spec in t.specs_of(update) for _ in range(k)])
     return [Group(tuple(episodes[i : i + k])) for i in range(0, len(episodes), k)]

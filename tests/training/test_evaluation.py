@@ -188,7 +188,7 @@ def test_sft_plays_tasks_of_held_out_rows_in_their_environment_with_their_bank(r
 
 
 def test_rows_that_do_not_say_where_they_were_played_are_refused(rows, tmp_path):
-    with pytest.raises(ConfigError, match=r"no config.resolved.yaml beside it says where"):
+    with pytest.raises(ConfigError, match=r"no config.resolved.yaml beside it names the environment"):
         rows_environment_settings([tmp_path / "rows"])
     with (
         Environments(rows_environment_settings([rows])) as envs,

@@ -61,7 +61,7 @@ def pool(*actors: FakeActor, told: list[Any] | None = None, **rules: Any) -> Eng
 def test_requests_are_shared_out_and_answers_are_in_their_order():
     one, two = FakeActor(Doubler), FakeActor(Doubler)
     assert pool(one, two).call_all("double", [(i,) for i in range(5)]) == [0, 2, 4, 6, 8]
-    assert (one.asked, two.asked) == (3, 2)
+    assert (one.requested, two.requested) == (3, 2)
 
 
 def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_is_back():
@@ -70,10 +70,10 @@ def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_
     engines_ = pool(one, two, told=told)
     assert engines_.call_all("double", [(1,), (2,)]) == [2, 4]
     assert [(row["event"], row["number"]) for row in told] == [("lost", 0)] and "Unavailable" in told[0]["reason"]
-    assert (one.asked, two.asked) == (1, 2)
+    assert (one.requested, two.requested) == (1, 2)
     for _ in range(4):
         assert engines_.call_all("double", [(3,), (4,)]) == [6, 8]
-    assert [row["event"] for row in told] == ["lost", "back"] and one.asked > 1
+    assert [row["event"] for row in told] == ["lost", "back"] and one.requested > 1
 
 
 def test_an_only_engine_is_waited_for():

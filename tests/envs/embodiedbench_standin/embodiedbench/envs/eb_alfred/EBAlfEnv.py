@@ -48,7 +48,7 @@ class EBAlfEnv:
         path = os.path.join(HERE, "data", "json_2.1.0", entry["task"], "pp", f"ann_{entry['repeat_idx']}.json")
         with open(path) as file:
             json.load(file)
-        print("Restoring scene ...")  # the real one talks on stdout too
+        print("Restoring scene ...")  # the real one also prints to stdout
         _, self.wanted, _, self.target, _ = entry["task"].split("/")[0].split("-")
         self.episode_language_instruction = entry["instruction"]
         self.at, self.held, self.placed = "", "", False
@@ -62,13 +62,13 @@ class EBAlfEnv:
     def step(self, action, reasoning=""):
         assert self._reset, "Reset env before stepping"
         if type(action) is int:
-            said = self.language_skill_set[action]
+            skill = self.language_skill_set[action]
         elif type(action) is str:
-            said = action
+            skill = action
         else:
             raise NotImplementedError
         self._current_step += 1
-        message = self._act(said)
+        message = self._act(skill)
         if message:
             self._cur_invalid_actions += 1
         met = [self.placed or self.held == self.wanted, self.placed]
@@ -82,23 +82,23 @@ class EBAlfEnv:
             "env_feedback": f"Last action is invalid. {message}" if message else "Last action executed successfully.",
             "last_action_success": float(not message),
             "action_id": action,
-            "action_description": said,
+            "action_description": skill,
         }
         return {"head_rgb": self._frame()}, success, bool(over or success), info
 
     def close(self):
         self.display = None
 
-    def _act(self, said):
+    def _act(self, skill):
         """Empty when it worked, else why it did not."""
-        name = said.split()[-1]
-        if said.startswith("find"):
+        name = skill.split()[-1]
+        if skill.startswith("find"):
             self.at = name
-        elif said.startswith("pick up"):
+        elif skill.startswith("pick up"):
             if self.held or self.at != name:
                 return "Robot is already holding something or is not near the object."
             self.held = name
-        elif said.startswith("put down"):
+        elif skill.startswith("put down"):
             if not self.held:
                 return "Robot is not holding any object."
             self.placed = self.held == self.wanted and self.at == self.target

@@ -73,8 +73,8 @@ class EBHabEnv:
     def step(self, action, reasoning="", **kwargs):
         assert self._reset, "Reset env before stepping"
         self._current_step += 1
-        said = self.language_skill_set[action]
-        valid = self._act(said)
+        skill = self.language_skill_set[action]
+        valid = self._act(skill)
         self._cur_invalid_actions += not valid
         over = self._current_step >= self._max_episode_steps or self._cur_invalid_actions >= self._max_invalid_actions
         info = {
@@ -82,7 +82,7 @@ class EBHabEnv:
             "env_feedback": "Last action executed successfully." if valid else "Last action is invalid.",
             "env_step": self._current_step,
             "action_id": action,
-            "action_description": said,
+            "action_description": skill,
             "last_action_success": float(valid),
             "task_success": self.done,
             "task_progress": 1.0 if self.done else 0.5 * self.holding,
@@ -93,11 +93,11 @@ class EBHabEnv:
     def close(self):
         self.closed = True
 
-    def _act(self, said):
-        if said.startswith("navigate"):
-            self.at = said.split(" the ")[1]
+    def _act(self, skill):
+        if skill.startswith("navigate"):
+            self.at = skill.split(" the ")[1]
             return True
-        if said.startswith("pick"):
+        if skill.startswith("pick"):
             moved = self.at == "table 1" and not self.holding
             self.holding = self.holding or moved
         else:

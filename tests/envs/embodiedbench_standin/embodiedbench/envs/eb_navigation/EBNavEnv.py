@@ -1,4 +1,4 @@
-"""EB-Navigation's call surface: eight moves, success within one metre, no count of invalid actions of its own."""
+"""EB-Navigation's call surface: eight moves, success within one metre, no own count of invalid actions."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class EBNavigationEnv:
 
     def step(self, action, reasoning=""):
         assert self._reset, "Reset env before stepping"
-        said = self.language_skill_set[action] if isinstance(action, int) else action
+        skill = self.language_skill_set[action] if isinstance(action, int) else action
         self._current_step += 1
-        self.x += {"Move forward by 0.25": 0.25, "Move backward by 0.25": -0.25}.get(said, 0.0)
+        self.x += {"Move forward by 0.25": 0.25, "Move backward by 0.25": -0.25}.get(skill, 0.0)
         distance = abs(self.x - self.episode_data["target_position"]["x"])
         reward = float(distance <= 1)
         info = {
             "distance": distance,
-            "env_feedback": f"Last action {said} executed successfully.",
+            "env_feedback": f"Last action {skill} executed successfully.",
             "instruction": self.episode_language_instruction,
             "env_step": self._current_step,
             "task_success": reward,
             "last_action_success": True,
             "action_id": action,
-            "action_description": said,
+            "action_description": skill,
         }
         done = bool(reward > 0 or self._current_step >= self._max_episode_steps)
         return {"head_rgb": self._frame()}, reward, done, info
