@@ -98,7 +98,7 @@ def test_a_silent_engine_is_lost():
     told: list[Any] = []
     one, two = FakeActor(Doubler, hangs_at=[1]), FakeActor(Doubler)
     assert pool(one, two, told=told, unresponsive_s=1e-9).call_all("double", [(1,), (2,)]) == [2, 4]
-    assert told[0]["reason"].startswith("it said nothing for")
+    assert told[0]["reason"].startswith("no answer for")
 
 
 def test_what_an_engine_raises_is_the_callers():
