@@ -168,7 +168,7 @@ DELIVERIES = {  # in the order of tables and plots
         ),
         DeliverySpec(
             "compiled_gated",
-            "compiled, where needed",
+            "compiled, gated",
             compiler=_trained,
             gated=True,
             needs_checkpoint=True,
