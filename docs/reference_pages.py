@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[1]
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
     for name, content in (("commands", commands_page()), ("settings", settings_page()), ("files", files_page())):
-        files.append(File.generated(config, f"reference/{name}.md", content=content))
+        path = f"reference/{name}.md"  # the page in the repository says how to build it
+        if (placeholder := files.get_file_from_path(path)) is not None:
+            files.remove(placeholder)
+        files.append(File.generated(config, path, content=content))
     return files
 
 

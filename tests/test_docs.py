@@ -65,7 +65,7 @@ def test_the_commands_of_readme_run_as_they_are_written(readme: str, repository:
     block = next(block for block in code_blocks(readme) if "memcompiler collect" in block)
     env = {**os.environ, "PYTHONPATH": str(repository)}
     for line in block.strip().splitlines():
-        program, *arguments = shlex.split(line)
+        program, *arguments = shlex.split(line, comments=True)
         assert program == ".venv/bin/memcompiler"
         command = [sys.executable, "-m", "memcompiler", *arguments]
         if arguments[0] == "serve":
