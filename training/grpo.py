@@ -106,7 +106,7 @@ def run_trainer(
         if run is not None:
             stack.enter_context(run)
             copy_gate(config.compiler.checkpoint, out)
-        need = delivery_gate(config)
+        gate = delivery_gate(config)
         if engines is not None:
             engines.report({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
 
@@ -134,7 +134,7 @@ def run_trainer(
             found = checkpoint.find(Path(config.compiler.checkpoint))
             warn_about_executor_inputs(checkpoint.executor_inputs(found), config.executor, str(found))
 
-        engine = rollout_engine(config, envs, executor=actor, engines=engines, need=need)
+        engine = rollout_engine(config, envs, executor=actor, engines=engines, gate=gate)
         held_out_tasks = None
         if held:
             player = replace(engine, limits=EpisodeLimits(config.evaluation.max_steps, config.seed))
@@ -199,7 +199,7 @@ def rollout_engine(
     envs: Environments,
     executor: Executor,
     engines: RayEngines | None = None,
-    need: CompileGate | None = None,
+    gate: CompileGate | None = None,
 ) -> RolloutEngine:
     """Create what plays episodes; the compiler in training, a vLLM engine or Ray engines compile."""
     served: Any = None
@@ -209,7 +209,7 @@ def rollout_engine(
         served = load_served_compiler(config.compiler, config.seed, compiler_instructions_for(config.env))
     limits = EpisodeLimits(config.max_steps, config.seed)
     return RolloutEngine(
-        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, gate=need
+        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, gate=gate
     )
 
 

@@ -175,7 +175,7 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     service = CompilerService(lambda: _load(config, instructions), config, weights, about)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
-    leave_gently(server, service)
+    shut_down_on_signal(server, service)
     service.start()
     threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()
     server.run(sockets=[bound])
@@ -189,7 +189,7 @@ def _load(config: ServeConfig, instructions: str) -> TokenCompiler:
     return load_compiler(config.compiler, None, config.seed, instructions)  # a checkpoint needs no executor
 
 
-def leave_gently(server: Any, service: CompilerService) -> None:
+def shut_down_on_signal(server: Any, service: CompilerService) -> None:
     """On the first signal, refuse new requests, wait for running ones and exit; on the second, exit at once."""
 
     def wait_and_leave() -> None:

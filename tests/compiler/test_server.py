@@ -45,7 +45,7 @@ pytest.importorskip("uvicorn", reason="the service needs the extra serve")
 
 from fastapi.testclient import TestClient
 
-from compiler.server.app import leave_gently, service_app
+from compiler.server.app import shut_down_on_signal, service_app
 from compiler.server.service import CompilerService
 
 ROOT = Path(__file__).parents[2]
@@ -291,7 +291,7 @@ def test_leaving_finishes_what_runs_and_refuses_what_is_new() -> None:
     fake, server = Fake(), SimpleNamespace(should_exit=False, force_exit=False, handle_exit=None)
     fake.gate.clear()
     with serving(fake) as (client, service):
-        leave_gently(server, service)
+        shut_down_on_signal(server, service)
         running = in_background(lambda: client.post("/compile", json=BODY))
         assert fake.entered.wait(20)
         server.handle_exit(15, None)
