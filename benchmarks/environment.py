@@ -64,7 +64,7 @@ def drop_in(
     all processes at the end, swap included. A batch of the original that would not fit is skipped.
     """
     if play:
-        typer.echo(json.dumps(_play(play, games, batch[0], steps, seconds)))
+        typer.echo(json.dumps(_play(play, games, size=batch[0], steps=steps, seconds=seconds)))
         return
     mib_per_game = 0.0  # of the original, measured at the largest batch so far
     for size in sorted(batch):

@@ -97,7 +97,14 @@ def expert_traces(envs: Environments, tasks: Sequence[Task], steps: int) -> Iter
         for start in range(0, len(tasks), ROUND):
             specs = [EpisodeSpec(task) for task in tasks[start : start + ROUND]]
             actor = ExpertExecutor(NOISE if turn else 0.0, turn)
-            played = run_episodes(envs.lease, specs, Delivery("expert", "none"), actor, EpisodeLimits(steps), ROUND)
+            played = run_episodes(
+                envs.lease,
+                specs,
+                delivery=Delivery("expert", "none"),
+                executor=actor,
+                limits=EpisodeLimits(steps),
+                concurrency=ROUND,
+            )
             for [trace] in episode_traces(played):
                 own = trace.task
                 yield [replace(trace, task=replace(own, id=f"{own.id} {turn}" if turn else own.id))]
@@ -184,7 +191,7 @@ def hit_rate(
         raise typer.BadParameter(f"a window of {window} units does not fit a capacity of {capacity}")
     own = {"window": window} if policy == "wtinylfu" else {}
     settings = KarmaSettings.model_validate({"policy": policy, "capacity": capacity, **own})
-    rates = replay(query_stream(stream, objects, queries, seed, drift), settings)
+    rates = replay(query_stream(stream, objects, queries=queries, seed=seed, drift=drift), settings)
     name = f"W-TinyLFU {list(settings.segments)}" if policy == "wtinylfu" else f"{policy.upper()} [{capacity}]"
     typer.echo(f"{queries} queries over {objects} objects, {stream}, seed {seed}; {name}")
     typer.echo(f"without first queries: {rates.without_first:.4f}")

@@ -55,7 +55,9 @@ class SftStep:
     def __init__(self, config: SftConfig, rows: Sequence[SftRow], out: Path) -> None:
         executor = load_frozen(config.executor, ExecutorInstructions(INSTRUCTIONS))
         self.config = config
-        self.trainer = SftTrainer(config, load_compiler(config.compiler, executor), executor, rows, out)
+        self.trainer = SftTrainer(
+            config, load_compiler(config.compiler, executor), executor=executor, rows=rows, out=out
+        )
         self.trainer.compiler.train()
         self._models = [self.trainer.compiler, *([executor.model] if config.soft else [])]
 

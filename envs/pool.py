@@ -276,4 +276,10 @@ def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
 
 def _transition(value: Mapping[str, Any], blobs: list[bytes]) -> Transition:
     observation = _observation(value["observation"], blobs)
-    return Transition(observation, value["progress"], value["success"], value["done"], value.get("truncated", False))
+    return Transition(
+        observation,
+        value["progress"],
+        success=value["success"],
+        done=value["done"],
+        truncated=value.get("truncated", False),
+    )

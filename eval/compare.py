@@ -42,7 +42,7 @@ PROVENANCE = (
     "git",
     "versions",
 )  # listed where they differ
-_BARE = StepRecord(0, "", None, None, "")
+_BARE = StepRecord(0, "", image=None, admissible=None, brief_before="")
 
 
 @dataclass(frozen=True, slots=True)

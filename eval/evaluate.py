@@ -128,7 +128,7 @@ def _choose_tasks(config: EvalConfig, models: ModelCache, out: Path, shared: Pat
     sequences = envs.sequences(split)[: config.limit] if config.memory.living else []
     tasks, experience = select_tasks(config, envs, split, filled)
     tasks = [task for sequence in sequences for task in sequence.tasks] or order_tasks(tasks, config)
-    memory = open_experience_bank(config, envs, experience, out, shared)
+    memory = open_experience_bank(config, envs, experience=experience, out=out, beside=shared)
     return CellTasks(*specs_of(config, tasks, memory, config.deliveries), memory, sequences)
 
 

@@ -75,7 +75,15 @@ class LivingEvaluation:
 
             specs = [[self._spec(task, lives[s.id]) for task in s.tasks] for _, s in left]
             limits, concurrency = limits_of(self.config), self.config.concurrency
-            run_sequences(make_env, specs, self.delivery, executor, limits, concurrency, on_episode)
+            run_sequences(
+                make_env,
+                specs,
+                delivery=self.delivery,
+                executor=executor,
+                limits=limits,
+                concurrency=concurrency,
+                on_episode=on_episode,
+            )
 
     def _life(self, number: int, sequence: TaskSequence) -> WorldSession | None:
         if not find(self.delivery.name).recalls:
@@ -118,7 +126,7 @@ def sub_tasks_of(
     """Return the outcome of each task of a sequence. `memory`: what the delivery recalled from; None if it did not."""
     life = memory.life(sequence) if isinstance(memory, SupportsWorldSessions) else None
     oracle = HomeMemory(
-        sequence.id, sequence.scene, _ORACLE, MemoryTools(), sequence.plan
+        sequence.id, sequence.scene, settings=_ORACLE, tools=MemoryTools(), plan=sequence.plan
     )  # knows the current state of everything
     earlier, outcomes = set[str](), list[SubTask]()
     for task, episode in zip(sequence.tasks, episodes, strict=True):

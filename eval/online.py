@@ -80,7 +80,14 @@ class OnlineEvaluation:
         with progress(f"online {self.delivery.name}", len(self.tasks), done) as advance:
             for start in range(done, len(self.tasks), self.size):
                 specs = episode_specs(self.tasks[start : start + self.size], self.memory, self.k)
-                played = play_round(make_env, specs, self.delivery, executor, self.limits, self.size)
+                played = play_round(
+                    make_env,
+                    specs,
+                    delivery=self.delivery,
+                    executor=executor,
+                    limits=self.limits,
+                    concurrency=self.size,
+                )
                 for episode in played:
                     self.record.append(episode)
                     advance(episode)

@@ -25,12 +25,23 @@ from envs.manifest import Manifest
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry, Provenance
 
-_ENTRY = MemoryEntry("e", "in home 1: put a mug in cabinet\ntake mug 1 from desk 1", Provenance("t", "", "", "", True))
-_STATE = BriefState("put a mug in cabinet", ("found it",), "take mug", ("put mug",), (Belief("mug", "desk 1"),))
-_COMPILE = CompileRequest(_STATE.goal, (_ENTRY,), _STATE, "You see a mug 1.", None, ("look",))
-_BARE = CompileRequest(_STATE.goal, (_ENTRY,), None, "You see a mug 1.", None, ("look",))
+_ENTRY = MemoryEntry(
+    "e", "in home 1: put a mug in cabinet\ntake mug 1 from desk 1", Provenance("t", "", goal="", split="", success=True)
+)
+_STATE = BriefState(
+    "put a mug in cabinet", ("found it",), current="take mug", pending=("put mug",), beliefs=(Belief("mug", "desk 1"),)
+)
+_COMPILE = CompileRequest(
+    _STATE.goal, (_ENTRY,), state=_STATE, observation="You see a mug 1.", image=None, history=("look",)
+)
+_BARE = CompileRequest(
+    _STATE.goal, (_ENTRY,), state=None, observation="You see a mug 1.", image=None, history=("look",)
+)
 _ACT = ExecutorRequest(
-    _STATE.goal, MemoryBlock("memory", "state", "guidance", "reason", ("s", "s")), ("look",), "You see a mug 1."
+    _STATE.goal,
+    MemoryBlock("memory", "state", guidance="guidance", reason="reason", soft=("s", "s")),
+    ("look",),
+    "You see a mug 1.",
 )
 
 

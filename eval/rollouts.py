@@ -104,7 +104,15 @@ class Evaluation:
                 record(episode)
                 advance(episode)
 
-            return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
+            return run_episodes(
+                self.make_env,
+                left,
+                delivery=delivery,
+                executor=self.executor,
+                limits=self.limits,
+                concurrency=self.concurrency,
+                on_episode=on_episode,
+            )
 
     def delivery(self, name: str) -> Delivery:
         """Create a delivery. Raises: ValueError, as `DeliverySpec.make`."""
@@ -201,7 +209,7 @@ def play_on_ray(workers: WorkerPool, job: Job, tasks: Sequence[Task], record: Ep
 
 
 def _lost(job: Job, key: str, task: Task, why: str) -> str:
-    return to_line(lost_episode(task, job.delivery, job.config.seed, why, job.version), job.cell)
+    return to_line(lost_episode(task, job.delivery, seed=job.config.seed, why=why, bank_version=job.version), job.cell)
 
 
 def _split_key(key: str) -> tuple[str, str]:

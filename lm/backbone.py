@@ -161,7 +161,7 @@ class Backbone(PromptEncoder):
         move = functools.partial(to_device, device=self.device)
         vision = {name: move(tensor) for name, tensor in {**pixels, **types}.items()}
         padded = any(len(row.ids) < width for row in rows)
-        return Batch(move(tokens), move(mask), move(positions), vision, padded)
+        return Batch(move(tokens), move(mask), positions=move(positions), vision=vision, padded=padded)
 
     def common_prefix(self, rows: Sequence[Prompt]) -> tuple[int, int]:
         """Return the numbers of tokens and pictures of a common prefix that can be prefilled once for all rows.
@@ -351,7 +351,7 @@ def load_backbone(
     if device == "cpu" and device_map is None:
         share_heads(model)
     home = None if weights == "device" else torch.device(device)
-    return Backbone(model, load_processor(name, revision), memory_token, arguments, home)
+    return Backbone(model, load_processor(name, revision), memory_token=memory_token, arguments=arguments, home=home)
 
 
 def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[str, Any]:

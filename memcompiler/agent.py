@@ -150,7 +150,7 @@ class Agent:
         record = runner.episode.steps[-1]
         soft = record.compilation.soft if record.compilation is not None and record.soft_read else None
         state = render_brief_state(runner.brief_state)
-        return AgentStep(action, record.guidance, record.reason, state, soft)
+        return AgentStep(action, record.guidance, reason=record.reason, state=state, soft=soft)
 
     def end(self, success: bool, observation: str = "", *, rationale: str = "", commit: bool = True) -> Episode:
         """End the episode, commit it to memory, and return its record.

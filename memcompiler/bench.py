@@ -47,4 +47,4 @@ def bench_cost(
     from eval.cost import run_cost
 
     parameters = {"compiler": compiler_parameters, "executor": executor_parameters}
-    run_cost(run, steps, delivery, over, parameters)
+    run_cost(run, steps, delivery=delivery, over=over, parameters=parameters)

@@ -94,7 +94,7 @@ def plan(
     fits (docs/guides/plan.md). Starts nothing."""
     from plan.command import load_any, run_plan
 
-    run_plan(load_any(config, overrides or [], stage), gpu, gpus, lengths, json)
+    run_plan(load_any(config, overrides or [], stage), gpu, gpus=gpus, lengths=lengths, json=json)
 
 
 # the main line --------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Query:
         costs: TokenCosts = ESTIMATED,
     ) -> Query:
         """Create a query for a question without an episode."""
-        return cls(Task(id, text, scene, "", "question"), k, text, tokens, costs)
+        return cls(Task(id, text, scene=scene, split="", kind="question"), k, text, tokens, costs)
 
 
 @dataclass(frozen=True, slots=True)

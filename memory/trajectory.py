@@ -23,8 +23,8 @@ def entry_of_trace(trace: Trace) -> MemoryEntry:
     task, actions, success = trace.task, trace.actions, trace.success
     return MemoryEntry(
         trajectory_id(task.id, actions, success),
-        trajectory_text(task.scene, task.goal, actions, success, trace.rationale),
-        Provenance(task.id, task.scene, task.goal, task.split, success, actions),
+        trajectory_text(task.scene, task.goal, actions=actions, success=success, rationale=trace.rationale),
+        Provenance(task.id, task.scene, goal=task.goal, split=task.split, success=success, actions=actions),
         trace.views,
     )
 

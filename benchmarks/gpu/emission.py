@@ -64,7 +64,9 @@ def measure(setup: Setup) -> Iterator[Row]:
             yield compiled
             continue
         for way in ("generate", "choice"):
-            step = lambda n=episodes, w=way, c=compiled: _measure_step(setup, models, n, w, c["batch_s"])
+            step = lambda n=episodes, w=way, c=compiled: _measure_step(
+                setup, models, episodes=n, way=w, compile_s=c["batch_s"]
+            )
             yield completed(setup, {**compiled, "act": way}, step)
 
 

@@ -45,7 +45,9 @@ def compare(setup: Setup) -> Iterator[Row]:
     losses: dict[str, float] = {}
     for backend in ("replicated", "fsdp"):
         row = {"models": pair.name, "processes": setup.processes, "backend": backend}
-        measured = completed(setup, row, lambda b=backend: _measure_steps(setup, pair, b, compiler, executor))
+        measured = completed(
+            setup, row, lambda b=backend: _measure_steps(setup, pair, backend=b, compiler=compiler, executor=executor)
+        )
         if failures := [outcome for outcome in distributed.gather(measured[OUTCOME]) if outcome != "ok"]:
             yield {**row, OUTCOME: failures[0]}
             continue

@@ -63,9 +63,9 @@ class Kit:
                     continue
                 print(f"{part.name}: at most {limit:.0f} s ...", flush=True)
                 with self._start(part) as child:
-                    self._finish(record, part, child, time.monotonic(), limit)
+                    self._finish(record, part, child=child, started=time.monotonic(), limit_s=limit)
             for part, child in background:
-                self._finish(record, part, child, started, limit_s)
+                self._finish(record, part, child=child, started=started, limit_s=limit_s)
         with tarfile.open(self.out / ARCHIVE, "w:gz") as archive:
             for name in filter(lambda name: (self.out / name).exists(), (RECORD, TABLE, LOGS)):
                 archive.add(self.out / name, name)

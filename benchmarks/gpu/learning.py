@@ -74,7 +74,14 @@ def skip_processor() -> None:
 def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: EntryPool) -> list[SftRow]:
     """Return the SFT rows of episodes that the expert teaches and plays."""
     teacher = Delivery("teacher", "compiled", TEACHER, soft=False)
-    played = run_episodes(lambda: env, specs, teacher, ExpertExecutor(obeys=True), EpisodeLimits(MAX_STEPS), 1)
+    played = run_episodes(
+        lambda: env,
+        specs,
+        delivery=teacher,
+        executor=ExpertExecutor(obeys=True),
+        limits=EpisodeLimits(MAX_STEPS),
+        concurrency=1,
+    )
     entries = {entry.id: entry for entry in pool.entries}
     return [row for episode in played for row in episode_rows(episode, entries)]
 
@@ -85,7 +92,7 @@ def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup
     more = [f"max_steps={STEPS[setup.size]}", "save_every=1000000", "loader_workers=0"]
     config = load_config(SftConfig, "sft/quickstart", [*where, *more])
     compiler, executor = load_models(config, find("household"))
-    return SftTrainer(config, compiler, executor, rows, folder)
+    return SftTrainer(config, compiler, executor=executor, rows=rows, out=folder)
 
 
 def train(setup: Setup, trainer: SftTrainer) -> Iterator[Row]:

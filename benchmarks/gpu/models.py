@@ -91,7 +91,7 @@ def model_pair(setup: Setup) -> ModelPair:
     compiler, executor, _ = PAIRS[setup.pair]
     first, second = (model.rpartition("/")[2] for model in (compiler, executor))
     name = f"{first} twice" if first == second else f"{first} and {second}"
-    return ModelPair(name, compiler, executor, "bfloat16", 1, checkpointing=True)
+    return ModelPair(name, compiler, executor=executor, dtype="bfloat16", rows=1, checkpointing=True)
 
 
 def make_executor(config: SftConfig, device: str) -> RandomExecutor:

@@ -87,14 +87,20 @@ def compare(dtype: str, cpu: Models, here: Models) -> Iterator[Row]:
         ours, theirs = (_losses(models, _examples(n), latent) for models in (cpu, here))
         for name in ours[0] if latent == LATENTS[0] else ("latent",):
             shown = f"loss {name}" + (f" ({latent})" if name == "latent" else "")
-            yield _row(dtype, shown, ours[0][name], theirs[0][name], allowed["values"])
-        yield _row(dtype, f"gradients ({latent})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
+            yield _row(dtype, shown, ours=ours[0][name], theirs=theirs[0][name], allowed=allowed["values"])
+        yield _row(
+            dtype, f"gradients ({latent})", ours=ours[1], theirs=theirs[1], allowed=allowed["gradients"], by_norm=True
+        )
     for what, examples in (("192 wide", _examples(n, WIDE)), ("with a picture", _examples(n, picture=True))):
         ours, theirs = (_losses(models, examples, LATENTS[0]) for models in (cpu, here))
-        yield _row(dtype, f"loss text ({what})", ours[0]["text"], theirs[0]["text"], allowed["values"])
-        yield _row(dtype, f"gradients ({what})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
+        yield _row(
+            dtype, f"loss text ({what})", ours=ours[0]["text"], theirs=theirs[0]["text"], allowed=allowed["values"]
+        )
+        yield _row(
+            dtype, f"gradients ({what})", ours=ours[1], theirs=theirs[1], allowed=allowed["gradients"], by_norm=True
+        )
     a, b = (_scores(models) for models in (cpu, here))
-    yield _row(dtype, "log-probabilities of candidates", a, b, allowed["values"])
+    yield _row(dtype, "log-probabilities of candidates", ours=a, theirs=b, allowed=allowed["values"])
     ours, theirs = (_compiled(models) for models in (cpu, here))
     share = equal_share(ours[0], theirs[0])
     exact = dtype == "float32"
@@ -107,7 +113,7 @@ def compare(dtype: str, cpu: Models, here: Models) -> Iterator[Row]:
         "passed": share == 1.0 if exact else None,
     }
     if share == 1.0:  # other tokens give other soft tokens
-        yield _row(dtype, "soft tokens (mu)", ours[1], theirs[1], allowed["values"])
+        yield _row(dtype, "soft tokens (mu)", ours=ours[1], theirs=theirs[1], allowed=allowed["values"])
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
@@ -170,7 +176,10 @@ def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[
         seen = [_picture(seed) for seed in range(ROWS)]
         prompts = [Prompt((*s.ids, *p.ids), pictures=s.pictures) for s, p in zip(seen, prompts, strict=True)]
     rows = zip(prompts, emissions, _prompts(40, 10, n), actions, memories, strict=True)
-    return [Example(p, e.ids, acting, a.ids, m.ids, True) for p, e, acting, a, m in rows]
+    return [
+        Example(p, e.ids, executor_prompt=acting, action=a.ids, memory_ids=m.ids, soft_read=True)
+        for p, e, acting, a, m in rows
+    ]
 
 
 def _picture(seed: int) -> Prompt:

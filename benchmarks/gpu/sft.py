@@ -48,7 +48,11 @@ def measure(setup: Setup) -> Iterator[Row]:
         if row["attention"] == FLASH and not is_flash_attn_2_available():
             yield {**row, OUTCOME: "skipped: flash-attn or a GPU is missing"}
             continue
-        yield completed(setup, row, lambda r=row, p=pair: _measure_step(setup, p, r["attention"], compiler, executor))
+        yield completed(
+            setup,
+            row,
+            lambda r=row, p=pair: _measure_step(setup, p, kind=r["attention"], compiler=compiler, executor=executor),
+        )
         compiler.zero_grad(set_to_none=True)
 
 

@@ -57,7 +57,11 @@ def measure(setup: Setup) -> Iterator[Row]:
         if row["gradient"] == "pathwise" and executor is None:
             executor = make_executor(settings, setup.device)
         yield completed(
-            setup, row, lambda c=config, r=row["rows"], e=executor: _measure_update(setup, c, r, compiler, e)
+            setup,
+            row,
+            lambda c=config, r=row["rows"], e=executor: _measure_update(
+                setup, c, rows=r, compiler=compiler, executor=e
+            ),
         )
         compiler.zero_grad(set_to_none=True)
         gc.collect()
@@ -84,7 +88,7 @@ def _measure_update(
     if executor is not None:
         executor.temperature = config.executor.temperature
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GrpoTrainer(config, compiler, acting, unused, [unused], Path(folder))
+        trainer = GrpoTrainer(config, compiler, executor=acting, engine=unused, specs=[unused], out=Path(folder))
     samples = MICRO_BATCHES * samples_of(config, lengths, rows, compiler.projector.config.d_executor)
     learn = lambda: trainer.learn(samples)
     learn()

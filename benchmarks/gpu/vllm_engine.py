@@ -140,7 +140,11 @@ def suppress_end(*compilers: TokenCompiler) -> None:
 def requests() -> list[CompileRequest]:
     """Return requests of unequal length, without pictures."""
     entries = [
-        MemoryEntry(f"e{i}", f"in home {i}: put a mug in shelf\ngo to shelf {i}", Provenance("", "", "", "train", True))
+        MemoryEntry(
+            f"e{i}",
+            f"in home {i}: put a mug in shelf\ngo to shelf {i}",
+            Provenance("", "", goal="", split="train", success=True),
+        )
         for i in range(1, REQUESTS + 2)
     ]
     return [

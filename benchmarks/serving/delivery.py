@@ -165,7 +165,7 @@ def _measure_all(config: DeliveryBench, pair: tuple[str, str], script: Script) -
         cases = [(episodes, delivery) for episodes in config.concurrency for delivery in DELIVERIES]
         with _loaded_pair(engine, config, pair, script) as models, progress(engine, len(cases)) as advance:
             for episodes, delivery in cases:
-                rows.append(row := _measure(models, delivery, episodes, script, config))
+                rows.append(row := _measure(models, delivery, episodes=episodes, script=script, config=config))
                 advance(f"{delivery} x{episodes}: {row['seconds']['total']['mean']:.2f} s a step")
     return rows
 
@@ -261,9 +261,9 @@ def _measure(models: LoadedPair, delivery: str, episodes: int, script: Script, c
     first = 1000 * episodes + (10**5 // n * n if delivery == GATED else 0)
     warm_up, specs = ([script.spec(start + i) for i in range(episodes)] for start in (first + 500, first))
     gate = ScriptedGate(script, config.compiled_share)
-    play(models.compiler, models.executor, delivery, warm_up, 1, gate)
+    play(models.compiler, models.executor, delivery=delivery, specs=warm_up, steps=1, gate=gate)
     models.compiler.second_pass.clear()
-    played = play(models.compiler, models.executor, delivery, specs, steps, gate)
+    played = play(models.compiler, models.executor, delivery=delivery, specs=specs, steps=steps, gate=gate)
     second = [models.compiler.second_pass[t] for t in range(steps)]
     executor, compiler = (_by_step(played, "seconds", role, sum) for role in ("executor", "compiler"))
     emission = [whole - part for whole, part in zip(compiler, second, strict=True)]

@@ -104,7 +104,9 @@ async def load(url: str, script: Script, clients: int, seconds: float) -> LoadRe
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
         before, started = await _compile_counts(client), time.perf_counter()
-        await asyncio.gather(*(_run_client(client, script.spec(i), script, until, result) for i in range(clients)))
+        await asyncio.gather(
+            *(_run_client(client, script.spec(i), script=script, until=until, result=result) for i in range(clients))
+        )
         result.seconds = time.perf_counter() - started
         after = await _compile_counts(client)
     result.batch = (after[0] - before[0]) / max(1.0, after[1] - before[1])

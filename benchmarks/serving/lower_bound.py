@@ -68,7 +68,7 @@ def lower_bound(name: str, dtype: str) -> LowerBound:
     matrix, vector, square = (torch.randn(*shape, **on) for shape in ((rows, SIDE), (SIDE,), (SIDE, SIDE)))
     bandwidth = matrix.numel() * matrix.itemsize / _best_seconds(lambda: matrix @ vector)
     peak = 2 * SIDE**3 / _best_seconds(lambda: square @ square)
-    return LowerBound(weights, head.numel(), matrix.itemsize, bandwidth, peak)
+    return LowerBound(weights, head.numel(), itemsize=matrix.itemsize, bandwidth=bandwidth, peak=peak)
 
 
 def _best_seconds(call: Callable[[], Any]) -> float:

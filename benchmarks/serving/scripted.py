@@ -136,7 +136,9 @@ class Script:
         draw, entries = random.Random(f"{self.seed} {number}"), []
         while self.count_tokens(memory_text([entry.text for entry in entries])) < self.memory_tokens:
             text = _entry_text(draw, number)
-            entries.append(MemoryEntry(f"{number}-{len(entries)}", text, Provenance("", "", "", "train", True)))
+            entries.append(
+                MemoryEntry(f"{number}-{len(entries)}", text, Provenance("", "", goal="", split="train", success=True))
+            )
         task = Task(str(number), "put a hot mug in cabinet", f"home {number}", "train", kind="heat")
         return EpisodeSpec(task, tuple(entries))
 
@@ -292,7 +294,14 @@ def play(
 ) -> list[Episode]:
     """Play all episodes side by side; `gate` decides for gated deliveries. Raises: ValueError for a failed episode."""
     playable = find(delivery).create(compiler, seed=0, gate=gate)
-    episodes = run_episodes(ScriptedEnvironment, specs, playable, executor, EpisodeLimits(steps), len(specs))
+    episodes = run_episodes(
+        ScriptedEnvironment,
+        specs,
+        delivery=playable,
+        executor=executor,
+        limits=EpisodeLimits(steps),
+        concurrency=len(specs),
+    )
     if failed := next((episode.error for episode in episodes if episode.error), None):
         raise ValueError(failed)
     return episodes

@@ -70,7 +70,7 @@ class EngineEnvironment:
     def sequences(self, split: str) -> list[TaskSequence]:
         """List the sequences of the settings, each of which is in one of the split's worlds."""
         game_of = lambda task: self._games.game(task)[0]
-        return sequences(self._games.worlds(split), game_of, self._sequences, self._seed, split)
+        return sequences(self._games.worlds(split), game_of, settings=self._sequences, seed=self._seed, split=split)
 
     def proceed(self, task: Task) -> Observation:
         """Start another task in this world without changing its state; describe the room's places and the view.

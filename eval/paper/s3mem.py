@@ -86,7 +86,7 @@ def _example() -> Iterator[Row]:
     """Score the paper's example with the shipped router."""
     actions = [ACTIONS.get(t, "wait") for t in range(max(ACTIONS) + 1)]
     records = tuple(Record(t, "", action, "") for t, action in enumerate(actions))
-    units = write_units(Trace(Task("example", "", "", "", "log"), records, True))
+    units = write_units(Trace(Task("example", "", scene="", split="", kind="log"), records, True))
     nodes = load_router().nodes(UnitIndex(units, S3MemSettings()).score(QUESTION))
     ranked = sorted(nodes, key=lambda node: (-node.support, node.place))
     for rank, node in enumerate(ranked, 1):

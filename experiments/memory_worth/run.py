@@ -93,7 +93,7 @@ class SearchingExecutor:
             plan = context.plan or ["look"]
             draw = random.Random(f"{self.seed} {request.goal} {request.history}")
             text = self.search(request, plan, draw) or plan[0]
-            actions.append(Action(text, Grounding.CHOICE, text, (), 0, 0))
+            actions.append(Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0))
         return actions
 
 
@@ -162,7 +162,14 @@ def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[
             for seed in seeds:
                 playable = find(delivery).create(None, seed, command_reader_for(config.env))
                 executor = SearchingExecutor(seed, SEARCHES[name])
-                episodes += run_episodes(envs.lease, specs, playable, executor, limits, config.concurrency)
+                episodes += run_episodes(
+                    envs.lease,
+                    specs,
+                    delivery=playable,
+                    executor=executor,
+                    limits=limits,
+                    concurrency=config.concurrency,
+                )
     return played
 
 

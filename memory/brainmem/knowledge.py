@@ -72,13 +72,17 @@ class Knowledge:
 
     def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
         """Return the guidelines after a new experience; `words` maps the rules' texts to a model's."""
-        return update_guidelines(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
+        return update_guidelines(
+            self.guidelines, self.experiences, new=new, episode=self.episodes, id=f"g{self.episodes}", words=words
+        )
 
     def _reflect(self, row: Row, topic: Topic, number: int) -> None:
         first, new = row.attempts[0], self.experience_of(row, topic)
         if self.settings.evolve.enabled and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
             shown = frozenset(g.id for g in self.shown_guidelines())
-            self.guidelines = count_application(self.guidelines, shown, topic.task_type, first.success, number)
+            self.guidelines = count_application(
+                self.guidelines, shown, task_type=topic.task_type, success=first.success, episode=number
+            )
         self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
         self.experiences.append(new)
         if self.settings.evolve.enabled:

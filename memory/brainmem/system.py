@@ -96,7 +96,7 @@ class BrainMem(JournalMemory):
             return None
         last = attempts[-1]
         lesson = agent.reflection(last, topic_of(query.task, last.first), self._ask)
-        return BrainSession(query, first, self.settings, attempts, lesson)
+        return BrainSession(query, first, settings=self.settings, earlier=attempts, lesson=lesson)
 
     def at(self, version: int) -> BrainMem:
         return BrainMem(self.path, self.settings, version)
@@ -193,7 +193,7 @@ def _entry(
 ) -> MemoryEntry:
     """Create the entry of a section or of a stored item. A section's id is a hash of its text."""
     own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    provenance = Provenance(task, room, "", "", success, actions, NAME)
+    provenance = Provenance(task, room, goal="", split="", success=success, actions=actions, source=NAME)
     return MemoryEntry(id_of(section) + own, text, provenance)
 
 

@@ -86,7 +86,11 @@ class HomeMemory:
         if unit is not None:
             task_id, _ = unit.written
             actions = (take_command(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
-        return MemoryEntry(f"{source}/{id}", text, Provenance(task_id, self.scene, "", "", True, actions, source))
+        return MemoryEntry(
+            f"{source}/{id}",
+            text,
+            Provenance(task_id, self.scene, goal="", split="", success=True, actions=actions, source=source),
+        )
 
 
 def object_of(id: str) -> str:
@@ -200,7 +204,9 @@ class Karma(JournalMemory):
 
     def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
-        return KarmaWorldSession(HomeMemory(world.id, world.scene, self.settings, self._tools, world.plan))
+        return KarmaWorldSession(
+            HomeMemory(world.id, world.scene, settings=self.settings, tools=self._tools, plan=world.plan)
+        )
 
     def at(self, version: int) -> Karma:
         return Karma(self.path, self.settings, version, self._tools)

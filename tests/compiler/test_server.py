@@ -45,7 +45,7 @@ pytest.importorskip("uvicorn", reason="the service needs the extra serve")
 
 from fastapi.testclient import TestClient
 
-from compiler.server.app import shut_down_on_signal, service_app
+from compiler.server.app import service_app, shut_down_on_signal
 from compiler.server.service import CompilerService
 
 ROOT = Path(__file__).parents[2]
