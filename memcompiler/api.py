@@ -98,7 +98,7 @@ def collect(config: CollectConfig | str | Path, *overrides: str, out: str | Path
         overrides: settings over the file's, as `env.seed=1`.
         on_exists: for a run in OUT: `resume`, `raise` or `overwrite`.
     """
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
 
     run_collect(_settings(CollectConfig, config, overrides), Path(out), on_exists)
     return Path(out)

@@ -114,7 +114,7 @@ def quickstart(settings: "QuickstartConfig", out: Out = Path("out/quickstart"), 
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
     """Play the training tasks with a teacher (the expert or an endpoint); writes a memory bank (OUT/bank) and SFT rows
     (OUT/rows)."""
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
 
     run_collect(settings, out, on_exists)
 

@@ -29,8 +29,8 @@ from eval.report import write_report
 from eval.runs import EPISODES, RESULTS
 from eval.table import points, print_results
 from executor.build import AnyExecutor, load_executor
-from memcompiler.collect import MAY_CHANGE_ON_RESUME as COLLECTION
-from memcompiler.collect import run_collect
+from memcompiler.collection import MAY_CHANGE_ON_RESUME as COLLECTION
+from memcompiler.collection import run_collect
 from runtime.store import read_json
 from training.grpo import train_grpo
 from training.sft import train_sft

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,8 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
         mc.load(tmp_path)
     with pytest.raises(ConfigError, match=r"executor\.modell"):
         mc.load("zoo/alfworld", "executor.modell=x")
+
+
+def test_no_public_name_is_a_submodule() -> None:
+    """Importing a submodule sets the package's attribute of its name, which would replace the public one."""
+    assert not [name for name in mc.__all__ if find_spec(f"memcompiler.{name}")]

@@ -133,7 +133,7 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     from eval.evaluate import run_eval
     from eval.provenance import sha256
     from lm.device import device_of
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
     from training.sft import train_sft
 
     run_collect(CollectConfig.model_validate({"env": "vault", "noise": 0.0, "max_steps": 4}), tmp_path / "collect")
@@ -170,7 +170,7 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
 
 
 def test_training_on_what_its_spec_holds_out_is_refused(vault: None, tmp_path: Path) -> None:
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
 
     with pytest.raises(ConfigError, match="4 shared vault"):
         run_collect(CollectConfig.model_validate({"env": "vault", "split": "exam"}), tmp_path / "collect")

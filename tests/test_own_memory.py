@@ -153,7 +153,7 @@ def test_it_serves_collection_training_and_evaluation(
     from data_gen.rows import load_rows
     from envs.registry import Environments
     from eval.evaluate import run_eval
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
     from training.grpo import train_grpo
     from training.sft import train_sft
 

@@ -30,7 +30,7 @@ from eval.table import to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, Grounding
 from memcompiler.cli import app
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from memory.bank import MemoryBank
 from runtime.attempts import RetriedResults, failure_summary
 from runtime.cluster import RaySettings

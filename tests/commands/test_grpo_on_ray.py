@@ -21,7 +21,7 @@ from compiler import checkpoint
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from tests import vllm_engines
 from tests.ray_nodes import below, node_of, processes, ray_nodes
 from tests.waiting import lines, until

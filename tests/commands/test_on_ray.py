@@ -21,7 +21,7 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from data_gen.rows import load_rows
 from eval.evaluate import run_eval
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from memory.bank import MemoryBank
 from tests.ray_nodes import SMALL, processes, ray_nodes, workers
 from tests.waiting import lines, until

@@ -31,7 +31,7 @@ EXECUTOR = {"model": "zoo/household/executor", "dtype": "float32", "mode": "gene
 def test_it_is_collected_trained_on_and_evaluated_with_success_and_score(tmp_path: Path) -> None:
     pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
     from eval.evaluate import run_eval
-    from memcompiler.collect import run_collect
+    from memcompiler.collection import run_collect
     from training.sft import train_sft
 
     memory = {"k": 1, "experience_limit": 4}

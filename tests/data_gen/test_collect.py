@@ -30,7 +30,7 @@ from envs.household.command_reader import HouseholdReader
 from envs.registry import Environments
 from lm.answer_cache import EndpointStop
 from memcompiler.cli import app
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.journal import Journal

@@ -23,7 +23,7 @@ from data_gen.rows import SftRow, load_rows, save_rows
 from envs.base import Task
 from envs.manifest import Manifest
 from memcompiler.cli import app
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from tests.data_gen.made_rows import row
 
 NOTHING, GUIDE, NOTE, BOTH = ".", "> go to shelf 1", "+ shelf 1: empty", "> go to shelf 1\n+ shelf 1: empty"

@@ -127,7 +127,7 @@ def asked(i: int, soft: bool, image: bool = False) -> ExecutorRequest:
     made = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
     delivered = MemoryBlock(state="now: find mug", guidance=f"go to shelf {i}", soft=made)
     picture = Image.new("RGB", (64, 64), (40 * i, 90, 10)) if image else None
-    return ExecutorRequest("put a mug", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i], None, picture)
+    return ExecutorRequest("put a mug", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i], picture)
 
 
 def backbone(family: str, device: str) -> Backbone:

@@ -18,7 +18,7 @@ from data_gen.rows import SftRowDataset
 from data_gen.tasks import rows_environment_settings, select_held_out_specs, split_held_out_specs
 from envs.registry import Environments, executor_instructions_for
 from executor.build import load_frozen
-from memcompiler.collect import run_collect
+from memcompiler.collection import run_collect
 from tests.training import sft_trainers
 from tests.training.backend_cases import FATES, FatedEnv, evaluated
 from tests.training.grpo_trainers import PATHWISE, Bandit, spec, trainable, trainer
