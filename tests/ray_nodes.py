@@ -69,7 +69,7 @@ def processes(word: str) -> dict[int, str]:
 
 def workers() -> list[int]:
     """Return the worker processes that descend from this process."""
-    return [pid for pid, command in processes("ray::_Host").items() if below(pid, os.getpid())]
+    return [pid for pid, command in processes("ray::_WorkerActor").items() if below(pid, os.getpid())]
 
 
 def node_of(cluster: Any, pid: int) -> Any:

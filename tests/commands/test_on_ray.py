@@ -190,7 +190,7 @@ def test_evaluation_on_two_nodes_gives_the_records_and_numbers_of_a_single_proce
     with ray_nodes(1, 1):
         for name, settings in {"alone": {"concurrency": 1}, "beside": {"concurrency": 3}}.items():
             here = evaluate(tmp_path / f"{name}-here", **settings)
-            there = evaluate(tmp_path / f"{name}-there", cluster="ray", ray={"unit": 3}, **settings)
+            there = evaluate(tmp_path / f"{name}-there", cluster="ray", ray={"batch_size": 3}, **settings)
             assert sorted(record(here)) == sorted(record(there))
             numbers = [json.loads((out / "results.json").read_text()) for out in (here, there)]
             assert without_clocks(numbers[0]) == without_clocks(numbers[1])

@@ -378,11 +378,11 @@ from agent.episode import EpisodeSpec, EpisodeLimits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool
 from envs.spec import WorkerSpec
-from executor.records import PAPER, Action, Grounding
+from executor.records import PAPER_VIEW, Action, Grounding
 
 class Sleeper:
     accepts_soft = sees_images = False
-    reads = PAPER
+    reads = PAPER_VIEW
     def act(self, requests):
         print(*pool.pids, flush=True)
         return [Action("sleep 60", Grounding.CHOICE, "", (), 0, 0) for _ in requests]
