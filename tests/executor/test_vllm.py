@@ -294,7 +294,7 @@ def test_ids_that_vllm_reads_otherwise_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="as other tokens"):
         ours.generate([replace(prompt, ids=tuple(ids))], [None])
     monkeypatch.setattr("executor.vllm.SOFT_PARTS", "_no_such_key")  # as a version that knows no such key
-    with pytest.raises(RuntimeError, match="in another way"):
+    with pytest.raises(RuntimeError, match="does not take soft tokens beside pictures"):
         ours.generate([prompt], [None])
     monkeypatch.setattr("executor.vllm.SOFT_PARTS", SOFT_PARTS)
     assert len(ours.act([seeing(0)])) == 1
