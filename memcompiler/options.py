@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from runtime.startup import expand_home
 
@@ -127,6 +128,8 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, TyperException):  # --help and usage errors, which need no slow imports
+            raise
         except Exception as error:
             if (message := _one_line(error)) is None:
                 raise

@@ -232,6 +232,15 @@ def test_who_drives_evaluation_and_collection_waits_for_no_models():
     assert loaded("transformers.modeling_utils", by="eval.evaluate, data_gen.collect") == "False"
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("arguments", [["eval", "--help"], ["collect", "--no-such-option"]])
+def test_help_and_usage_errors_import_no_torch(arguments):
+    run = f"CliRunner().invoke(memcompiler.cli.app, {arguments})"
+    code = f"import sys, memcompiler.cli; from typer.testing import CliRunner; {run}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def loaded(module: str, by: str) -> str:
     """Say whether importing some modules of ours imports another one."""
     code = f"import sys, {by}; print('{module}' in sys.modules)"
