@@ -52,9 +52,8 @@ class EpisodeLimits:
 
     max_steps: int = 15
     seed: int = 0
-    min_confidence: float = (
-        0.9  # under `Delivery.low_confidence_only`, an executor at least this confident acts without a compilation
-    )
+    # Under `Delivery.low_confidence_only`, an executor at least this confident acts without a compilation.
+    min_confidence: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)

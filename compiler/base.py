@@ -64,7 +64,7 @@ class TokenCompiler:
 
         Args:
             seeds: sample each request as if it were compiled alone by a generator with its seed.
-            wanted: see `compiler.records.Wanted`.
+            wanted: see `compiler.records.StillWanted`.
 
         Raises:
             ContextLengthError: a prompt leaves no room for its emission.

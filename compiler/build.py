@@ -33,7 +33,7 @@ def load_compiler(
 
     Args:
         executor: a new projector is created for its `embedding_table`; unused with a checkpoint.
-        instructions: of the environment (`EnvSpec.compiling`), shown unless `compiler.instructions` is none.
+        instructions: `EnvSpec.compiler_instructions`, shown unless `compiler.instructions` is none.
         weights: device of the base model's weights and LoRA.
 
     Raises:

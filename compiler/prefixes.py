@@ -175,7 +175,7 @@ def _begin(
     for group in groups:
         if group.cached is not None:
             prefix_of[group.memory] = group.cached
-            # `common` leaves one token of a whole prompt to read, which is no reason to cut the cached prefix.
+            # `common_prefix` leaves one token of a whole prompt to read, which is no reason to cut the cached prefix.
             if group.tokens + 1 < len(group.cached.prompt.ids):
                 prefixes.keep(group.memory, group.cached.cut(group.tokens, group.pictures))
         elif group.tokens and prefixes.budget:

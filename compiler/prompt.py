@@ -29,7 +29,7 @@ Give guidance only when a memory applies to the current subgoal and its conditio
 
 
 def compiler_instructions(environment: str = "") -> str:
-    """Write the system turn: the general instructions, and those of the environment (`envs.spec.EnvSpec.compiling`)."""
+    """Write the system turn: the general instructions, and the environment's (`EnvSpec.compiler_instructions`)."""
     return f"{INSTRUCTIONS}\n\n{environment}" if environment else INSTRUCTIONS
 
 

@@ -3,8 +3,9 @@
 expert    the environment's expert first fills the bank (`data_gen.experience`); then the expert teacher plays with it
 endpoint  a model behind an endpoint plays while the bank grows
 
-Both play in rounds; each finished round is recorded. `prepare` selects tasks and bank, `play` plays the tasks that the
-record lacks (on Ray: `data_gen.ray_collect`), and `write_rows` converts the record into rows, statistics and a card.
+Both play in rounds; each finished round is recorded. `plan_collection` selects tasks and bank,
+`play_collection` plays the tasks that the record lacks (on Ray: `data_gen.ray_collect`), and `write_rows` converts the
+record into rows, statistics and a card.
 """
 
 from __future__ import annotations

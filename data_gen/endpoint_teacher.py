@@ -60,7 +60,7 @@ class EndpointTeacher:
     Args:
         attempts: at each emission.
         max_new_tokens: of an emission.
-        environment: the environment's part of the instructions (`EnvSpec.compiling`).
+        environment: the environment's part of the instructions (`EnvSpec.compiler_instructions`).
     """
 
     def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512, environment: str = "") -> None:

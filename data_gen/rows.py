@@ -154,7 +154,7 @@ def seeded_order(names: Iterable[str], seed: int) -> list[str]:
 
 
 def split_row_indices(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the row indices of both parts of `hold_out`, from the task id of every row."""
+    """Return the row indices of both parts of `split_rows`, from the task id of every row."""
     if not share:
         return list(range(len(tasks))), []
     names = seeded_order(tasks, seed)

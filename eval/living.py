@@ -1,9 +1,10 @@
 """Evaluation in living worlds (`memory.protocol: living`): sequences of tasks, each in one world that is never reset,
 and their metrics (KARMA, section 4.2).
 
-Each delivery plays each world with a new memory. A system with a memory of living worlds (`memory.protocol.Lasting`)
-provides it; any other system is committed to after each task, in OUT/worlds/DELIVERY/NUMBER. The metrics of memory
-follow from the record: the recorded steps are replayed through a new memory."""
+Each delivery plays each world with a new memory. A system with world sessions
+(`memory.protocol.SupportsWorldSessions`) provides it; episodes are committed to any other system after each task, in
+OUT/worlds/DELIVERY/NUMBER. The metrics of memory follow from the record: the recorded steps are replayed through a new
+memory."""
 
 from __future__ import annotations
 
@@ -125,9 +126,8 @@ def sub_tasks_of(
 ) -> list[SubTask]:
     """Return the outcome of each task of a sequence. `memory`: what the delivery recalled from; None if it did not."""
     life = memory.life(sequence) if isinstance(memory, SupportsWorldSessions) else None
-    oracle = HomeMemory(
-        sequence.id, sequence.scene, settings=_ORACLE, tools=MemoryTools(), plan=sequence.plan
-    )  # knows the current state of everything
+    # The oracle knows the current state of everything.
+    oracle = HomeMemory(sequence.id, sequence.scene, settings=_ORACLE, tools=MemoryTools(), plan=sequence.plan)
     earlier, outcomes = set[str](), list[SubTask]()
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")

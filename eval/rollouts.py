@@ -115,7 +115,7 @@ class Evaluation:
             )
 
     def delivery(self, name: str) -> Delivery:
-        """Create a delivery. Raises: ValueError, as `DeliverySpec.make`."""
+        """Create a delivery. Raises: ValueError, as `DeliverySpec.create`."""
         return find(name).create(self.compiler, self.limits.seed, self.reader, self.gate)
 
     def _specs_of(self, name: str) -> Sequence[EpisodeSpec]:

@@ -59,7 +59,7 @@ def ground(text: str, admissible: Sequence[str] | None) -> Match:
 
 def commanded(text: str) -> str:
     """Return the command in a free answer: `action` or `command` of its JSON, else the first line that a label or fence
-    marks (`lm.reply_cleaning.marked`), else the first line."""
+    marks (`lm.reply_cleaning.extract_labelled`), else the first line."""
     fields = parse_json_object(text) or {}
     named = [fields[name] for name in ("action", "command") if isinstance(fields.get(name), str)]
     if named and fields.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:

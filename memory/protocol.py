@@ -121,8 +121,8 @@ class Recall:
     """Entries in reading order.
 
     Attributes:
-        made: the entries were created for this step and cannot be looked up later, so episode records store them.
-        pointers: for each entry the ids of the records behind it, if the system knows them.
+        generated: the entries were created for this step and cannot be looked up later, so episode records store them.
+        record_ids: for each entry the ids of the records behind it, if the system knows them.
     """
 
     entries: tuple[MemoryEntry, ...] = ()
@@ -305,5 +305,6 @@ class _CommittedLife:
 
 
 def open_world_session(world: TaskSequence, memory: MemorySystem) -> WorldSession:
-    """Open memory for a world that is never reset. A system that is not `Lasting` must be empty and is committed to."""
+    """Open memory for a world that is never reset. A system without world sessions must be empty; episodes are committed
+    to it."""
     return memory.life(world) if isinstance(memory, SupportsWorldSessions) else _CommittedLife(memory)

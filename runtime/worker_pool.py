@@ -143,10 +143,10 @@ class WorkerPool:
         for handle in [handle for handle, state in self._workers.items() if not state.is_ready]:
             self._stop(handle)
 
-    def run_one(self, what: Any) -> str:
+    def run_one(self, context: Any) -> str:
         """Have one worker process a unit with a single item; return its line."""
         answers: list[ResultLine] = []
-        self.run([WorkUnit(what, {"": None})], answers.extend, _unanswered)
+        self.run([WorkUnit(context, {"": None})], answers.extend, _unanswered)
         return answers[0][1]
 
     def _busy(self) -> int:
@@ -222,15 +222,17 @@ class WorkerPool:
         self._backend.stop(handle)
 
 
-def _unanswered(what: Any, key: str, item: Any, reasons: str) -> str:
+def _unanswered(context: Any, key: str, item: Any, reasons: str) -> str:
     raise ClusterError(f"no worker could answer: {reasons}")
 
 
-def split_into_units(what: Any, items: Mapping[str, Any], size: int, lost: tuple[str, ...] = ()) -> Iterator[WorkUnit]:
+def split_into_units(
+    context: Any, items: Mapping[str, Any], size: int, lost: tuple[str, ...] = ()
+) -> Iterator[WorkUnit]:
     """Split items into units of `size`, in their order."""
     pairs = iter(items.items())
     while some := dict(islice(pairs, size)):
-        yield WorkUnit(what, some, lost)
+        yield WorkUnit(context, some, lost)
 
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------

@@ -186,12 +186,12 @@ def training_specs(
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:
     """Load the executor that acts and the one that the trainer holds: two only if engines act, and the trainer needs
     the gradient of its own."""
-    told = executor_instructions_for(config.env)
+    environment = executor_instructions_for(config.env)
     if engines is None or not engines.executors:
-        executor = load_executor(config.executor, told)
+        executor = load_executor(config.executor, environment)
         return executor, executor
-    actor = ray_executor(config.executor, told, engines, distributed.rank())
-    return actor, load_executor(config.executor, told) if config.loss.latent_gradient == "pathwise" else actor
+    actor = ray_executor(config.executor, environment, engines, distributed.rank())
+    return actor, load_executor(config.executor, environment) if config.loss.latent_gradient == "pathwise" else actor
 
 
 def rollout_engine(

@@ -135,8 +135,8 @@ class CompilerEngine:
 class ExecutorEngine:
     """Scores and generates actions; its clients encode prompts and choose."""
 
-    def __init__(self, config: ExecutorConfig, told: ExecutorInstructions) -> None:
-        executor = load_executor(config, told)
+    def __init__(self, config: ExecutorConfig, environment: ExecutorInstructions) -> None:
+        executor = load_executor(config, environment)
         assert isinstance(executor, TokenExecutor)
         self._executor, self._batch_size = executor, config.batch_size if config.engine == "hf" else sys.maxsize
 
@@ -382,16 +382,16 @@ class RayCompiler:
 class RayExecutor(TokenExecutor):
     """Client of executor engines. Encodes prompts and samples actions itself, so that calls can be retried."""
 
-    def __init__(self, config: ExecutorConfig, told: ExecutorInstructions, pool: EnginePool) -> None:
+    def __init__(self, config: ExecutorConfig, environment: ExecutorInstructions, pool: EnginePool) -> None:
         self._name, self._revision, self._pool = model_path(config.model), config.revision, pool
         encoder = load_encoder(self._name, config.memory_token, config.revision, config.chat_template)
         super().__init__(
             encoder,
-            told.instructions if config.instructions == "full" else "",
+            environment.instructions if config.instructions == "full" else "",
             max_new_tokens=config.max_new_tokens,
             images=config.images,
             temperature=config.temperature,
-            reads=executor_view(config, told),
+            reads=executor_view(config, environment),
         )
         self.mode = config.mode
         self.context = pool.about()["context"]
@@ -443,7 +443,9 @@ def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
     return RayCompiler(pool, ray.put)
 
 
-def ray_executor(config: ExecutorConfig, told: ExecutorInstructions, engines: RayEngines, trainer: int) -> RayExecutor:
+def ray_executor(
+    config: ExecutorConfig, environment: ExecutorInstructions, engines: RayEngines, trainer: int
+) -> RayExecutor:
     """Create a trainer's client of the executor engines."""
     pool = EnginePool(
         ray=import_ray(),
@@ -453,4 +455,4 @@ def ray_executor(config: ExecutorConfig, told: ExecutorInstructions, engines: Ra
         report=engines.report,
         first=trainer,
     )
-    return RayExecutor(config, told, pool)
+    return RayExecutor(config, environment, pool)

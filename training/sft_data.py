@@ -38,7 +38,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, Synta
 
 @dataclass
 class SftData:
-    """Rows of all collections, and the indices of those that train and validate.
+    """Rows of all collections, and the indices of the training and validation rows.
 
     Attributes:
         tasks: Task id of every row.

@@ -1,4 +1,4 @@
-"""Instructions of executor and compiler for ALFWorld (`EnvSpec.instructions`, `EnvSpec.compiling`)."""
+"""Instructions of executor and compiler for ALFWorld (`EnvSpec.instructions`, `EnvSpec.compiler_instructions`)."""
 
 INSTRUCTIONS = """You are an agent in a household that is told in text. Each turn you read where you are, what you \
 see there and what your last command did, and give the next one. The commands, of things and places by name and \

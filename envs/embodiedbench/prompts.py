@@ -1,4 +1,4 @@
-"""Instructions of executor and compiler for EmbodiedBench (`EnvSpec.instructions`, `EnvSpec.compiling`)."""
+"""Instructions of executor and compiler for EmbodiedBench (`EnvSpec.instructions`, `EnvSpec.compiler_instructions`)."""
 
 _ANSWER = "Answer with exactly one command, in the words of the list below, and nothing else."
 

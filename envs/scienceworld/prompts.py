@@ -1,4 +1,4 @@
-"""Instructions of executor and compiler for ScienceWorld (`EnvSpec.instructions`, `EnvSpec.compiling`)."""
+"""Instructions of executor and compiler for ScienceWorld (`EnvSpec.instructions`, `EnvSpec.compiler_instructions`)."""
 
 INSTRUCTIONS = """You are an agent that does school experiments in a house with a garden and a workshop. Each turn \
 you read what your last command did and give the next one. The commands, with THING, PLACE and ROOM as the texts \

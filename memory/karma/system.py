@@ -1,8 +1,9 @@
 """KARMA as a memory system (arXiv 2409.14908): a lasting scene graph and a small cache of object units.
 
 A recall returns long-term memory as one entry, the units of short-term memory nearest to the instruction as one entry
-each and, in a living world, the outcome of the task before. In a living world (`memory.protocol.Lasting`) short-term
-memory starts empty and lasts from task to task. Otherwise it is folded from the journal's episodes of the same scene.
+each and, in a living world, the outcome of the task before. In a living world
+(`memory.protocol.SupportsWorldSessions`) short-term memory starts empty and lasts from task to task. Otherwise it is
+folded from the journal's episodes of the same scene.
 """
 
 from __future__ import annotations
