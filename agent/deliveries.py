@@ -72,6 +72,10 @@ class DeliverySpec:
     compared_with: tuple[str, ...] = ()  # deliveries that results always compare it with
     playable: bool = True  # False for a name that occurs in results only
 
+    def entries(self, k: int) -> int:
+        """Return how many of `memory.k` entries the delivery retrieves for a task."""
+        return min(1, k) if self.memory == "top" else k
+
     @property
     def recalls(self) -> bool:
         """Return whether recalled entries reach any prompt."""

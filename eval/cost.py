@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import typer
-import yaml
 
 from agent.records import Episode
+from configs.load import read_yaml
+from configs.run_folder import CONFIG
 from eval.metrics import ROLES, display_name, grouped, succeeded, usage
 from eval.runs import load_run
 from eval.table import markdown_table
@@ -112,7 +113,7 @@ def _ratio(cost: Cost, other: Cost) -> str:
 
 def _parameters(run: Path, given: Mapping[str, float | None]) -> dict[str, float]:
     """Return each role's number of parameters: the given one, or that of the model in the run's settings."""
-    settings = yaml.safe_load((run / "config.resolved.yaml").read_text(encoding="utf-8"))
+    settings = read_yaml(run / CONFIG)
     return {role: float(given.get(role) or parameters_of(settings[role])) for role in ROLES}
 
 

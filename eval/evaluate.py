@@ -111,9 +111,10 @@ def evaluate(cell: Cell, out: Path, models: ModelCache, on_exists: str, shared: 
 
 @dataclass(frozen=True, slots=True)
 class CellTasks:
-    """Tasks of a cell: with their retrieved entries, with the best entry only (if a delivery uses it), the memory, and
-    the task sequences of living worlds."""
+    """Tasks of a cell: their split, their specs with the retrieved entries, and with the best entry only (if a delivery
+    uses it), the memory, and the task sequences of living worlds."""
 
+    split: str
     specs: Sequence[EpisodeSpec]
     top_specs: Sequence[EpisodeSpec]
     memory: MemorySystem
@@ -129,7 +130,7 @@ def _choose_tasks(config: EvalConfig, models: ModelCache, out: Path, shared: Pat
     tasks, experience = select_tasks(config, envs, split, filled)
     tasks = [task for sequence in sequences for task in sequence.tasks] or order_tasks(tasks, config)
     memory = open_experience_bank(config, envs, experience=experience, out=out, beside=shared)
-    return CellTasks(*specs_of(config, tasks, memory, config.deliveries), memory, sequences)
+    return CellTasks(split, *specs_of(config, tasks, memory, config.deliveries), memory, sequences)
 
 
 def _evaluate(
@@ -151,8 +152,14 @@ def _evaluate(
         devices = {"devices": describe_placement(compiler=compiler, executor=executor)}
         play = lambda: _play_here(config, evaluation, chosen=chosen, out=run.path, record=record)
     depends_on = identity(config, chosen.specs, model_facts)
-    memory_facts, split = bank_facts(config, memory), config.split or evaluation_split(config.env)
-    about = {"environment": config.env.model_dump(), "split": split, "tasks": len(tasks), **memory_facts, **devices}
+    memory_facts = bank_facts(config, memory)
+    about = {
+        "environment": config.env.model_dump(),
+        "split": chosen.split,
+        "tasks": len(tasks),
+        **memory_facts,
+        **devices,
+    }
     if changed := sorted(set(run.record(**about, **depends_on)) & depends_on.keys()):
         raise RunFolderError(
             f"{run.path} was started with other {', '.join(changed)}: its episodes and new ones would not compare. "
@@ -165,7 +172,7 @@ def _evaluate(
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
     _check_any_worked(config, run, episodes)
     facts = {**memory_facts, "max_steps": config.max_steps, "broken_due": len(record.due), **depends_on}
-    summary = _results(cell, run, episodes=episodes, specs=chosen.specs, facts=facts)
+    summary = _results(cell, run, episodes=episodes, chosen=chosen, facts=facts)
     if config.memory.online:
         for name, of_delivery in summary["results"].items():
             of_delivery["stream"] = summarise_stream(episodes[name])
@@ -216,14 +223,15 @@ def _check_any_worked(config: EvalConfig, run: RunFolder, episodes: Episodes) ->
 
 
 def _results(
-    cell: Cell, run: RunFolder, episodes: Episodes, specs: Sequence[EpisodeSpec], facts: Mapping[str, Any]
+    cell: Cell, run: RunFolder, episodes: Episodes, chosen: CellTasks, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     config, levels, protocol = cell.config, dict(cell.levels), cell.config.memory.protocol
+    specs = chosen.specs
     started = read_json(run.path / ENVIRONMENT)
     looked_up = [name for name in episodes if find(name).needs_checkpoint and protocol == "frozen"]
     meta = {
         "environment": config.env.name,
-        "split": config.split or evaluation_split(config.env),
+        "split": chosen.split,
         "seed": config.seed,
         "scene_seed": config.env.seed,
         "n_tasks": len(specs),

@@ -25,7 +25,7 @@ from envs.base import Environment, Task, TaskSequence
 from envs.household.observation_parser import parse_room
 from eval.intervals import Interval, bootstrap_ratio, wilson
 from eval.metrics import grouped, succeeded
-from eval.rollouts import k_of, limits_of
+from eval.rollouts import limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
 from memory.karma.settings import KarmaSettings
@@ -99,7 +99,7 @@ class LivingEvaluation:
     def _spec(self, task: Task, life: WorldSession | None) -> EpisodeSpec:
         if life is None:
             return EpisodeSpec(task)
-        query = Query(task, k_of(self.config, self.delivery.name))
+        query = Query(task, find(self.delivery.name).entries(self.config.memory.k))
         return EpisodeSpec(task, (), self.initial.snapshot(), partial(life.session, query))
 
 

@@ -17,7 +17,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from agent.deliveries import Delivery
+from agent.deliveries import Delivery, find
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
 from data_gen.experience import ViewSelection, episode_traces, view_selection
@@ -27,7 +27,7 @@ from data_gen.tasks import episode_specs
 from envs.base import Environment, Task
 from eval.intervals import wilson
 from eval.metrics import ROLES, succeeded, usage
-from eval.rollouts import k_of, limits_of
+from eval.rollouts import limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
 from memory.protocol import BankError, MemorySystem
@@ -63,7 +63,8 @@ class OnlineEvaluation:
         record: EpisodeRecord,
     ) -> None:
         self.tasks, self.delivery, self.record = tasks, delivery, record
-        self.k, self.limits, self.size = k_of(config, delivery.name), limits_of(config), config.memory.round
+        self.k = find(delivery.name).entries(config.memory.k)
+        self.limits, self.size = limits_of(config), config.memory.round
         self.views: ViewSelection = view_selection(config)
         self._finished = set(record.played().get(delivery.name, ()))
         if any(name == delivery.name for name, _ in record.due):  # later episodes learned without these

@@ -126,17 +126,12 @@ class Evaluation:
         return self.top_specs if memory == "top" else self.specs
 
 
-def k_of(config: EvalConfig, delivery: str) -> int:
-    """Return the number of entries that a delivery retrieves per task."""
-    return min(1, config.memory.k) if find(delivery).memory == "top" else config.memory.k
-
-
 def specs_of(
     config: EvalConfig, tasks: Sequence[Task], memory: MemorySystem, deliveries: Sequence[str]
 ) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
     """Retrieve the entries of each task; and the best entry only, if one of the deliveries uses it."""
-    top = next((name for name in deliveries if find(name).memory == "top"), None)
-    top_specs = episode_specs(tasks, memory, k_of(config, top)) if top else []
+    top = next((spec for spec in map(find, deliveries) if spec.memory == "top"), None)
+    top_specs = episode_specs(tasks, memory, top.entries(config.memory.k)) if top else []
     return episode_specs(tasks, memory, config.memory.k), top_specs
 
 

@@ -88,7 +88,7 @@ class Agent:
             raise ValueError(f"delivery {delivery} is a control for evaluations: use `memcompiler eval`")
         self.memory = memory
         self._recalled_from = memory if spec.memory != "empty" else None
-        self._k = min(1, k) if spec.memory == "top" else k
+        self._k = spec.entries(k)
         self._limits = EpisodeLimits(seed=seed, min_confidence=min_confidence)
         self._delivery, self._executor = spec.create(compiler, seed, gate=gate), executor
         self._runner: EpisodeRunner | None = None

@@ -22,6 +22,7 @@ from configs.load import ConfigError, load_config, read_yaml
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.run_folder import CONFIG
 from eval.runs import RESULTS
+from eval.table import interval, markdown_table
 from runtime.store import RecordError, read_json, to_json
 
 MODELS = "models.json"
@@ -183,16 +184,15 @@ def model_card(found: Path, settings: Mapping[str, Any], results: Mapping[str, A
     facts = {name: value for name, value in _public_state(found).items() if isinstance(value, int | float | str)}
     facts |= read_json(found / "projector.json")
     models = {role: settings[role].get("model", "merged, in this repository") for role in _SHARED}
-    rows = "\n".join(
-        f"| {name} | {value} |" for name, value in ({"environment": settings["env"]} | models | facts).items()
-    )
+    facts = {"environment": settings["env"]} | models | facts
+    table = "\n".join(markdown_table(["fact", "value"], [[name, str(value)] for name, value in facts.items()], left=2))
     return (
         "---\nlibrary_name: peft\ntags: [memcompiler, embodied-agents, memory]\n---\n\n"
         "# MemCompiler checkpoint\n\n"
         "A memory compiler: it reads the agent's state and memory, and writes text guidance and soft tokens for a "
         "frozen executor. The executor is not in this repository.\n\n"
         '```python\nimport memcompiler as mc\n\ncompiler, executor = mc.load("ORG/NAME")  # this repository\n```\n'
-        f"{_results_table(results)}\n## Training\n\n| fact | value |\n|---|---|\n{rows}\n"
+        f"{_results_table(results)}\n## Training\n\n{table}\n"
     )
 
 
@@ -200,10 +200,7 @@ def _results_table(results: Mapping[str, Any]) -> str:
     if not results.get("results"):
         return ""
     where = " ".join(str(results[key]) for key in ("environment", "split") if results.get(key))
-    lines = [
-        f"| {name} | {100 * of['success']['mean']:.1f} % [{100 * of['success']['low']:.1f}, "
-        f"{100 * of['success']['high']:.1f}] | {of['success']['n']} |"
-        for name, of in results["results"].items()
-    ]
-    table = "\n".join(["| delivery | success [95 % interval] | episodes |", "|---|---|---|", *lines])
+    success = {name: of["success"] for name, of in results["results"].items()}
+    rows = [[name, interval(of, unit=" %"), str(of["n"])] for name, of in success.items()]
+    table = "\n".join(markdown_table(["delivery", "success [95 % interval]", "episodes"], rows))
     return f"\n## Results on {where}\n\n{table}\n"
