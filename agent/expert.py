@@ -104,9 +104,11 @@ class ExpertTeacher:
         leads = self._leads(request, need.need)
         own = (lead for lead in leads if lead.fact.need == need.need and lead.scene == _scene(request.goal))
         left = tuple(lead.place for lead in self._left(request, need.need, leads))
-        seen = {*self.reader.searched(request.history), self.reader.lacking(need.need, request.observation)}
+        seen = {*self.reader.searched(request.history), self.reader.place_without(need.need, request.observation)}
         supported = [fact.place for _, fact in self._answers(request, need.need)]
-        vain = (p for p in seen.difference(left) if any(p == s or p in self.reader.likes(s, p) for s in supported))
+        vain = (
+            p for p in seen.difference(left) if any(p == s or p in self.reader.similar_places(s, p) for s in supported)
+        )
         return Search(need.need, left, tuple(lead.place for lead in own), frozenset(vain))
 
     def emission(self, request: CompileRequest, plan: Sequence[str] | None) -> Emission:
@@ -153,7 +155,9 @@ class ExpertTeacher:
             (here if of_scene(request.goal, entry) else elsewhere).append(lead)
         known = self._known_places(request, need)
         alike = [
-            _Lead(place, lead.scene, lead.fact) for lead in elsewhere for place in self.reader.likes(lead.place, known)
+            _Lead(place, lead.scene, lead.fact)
+            for lead in elsewhere
+            for place in self.reader.similar_places(lead.place, known)
         ]
         ranked = dict[str, _Lead]()
         own = here if _scene(request.goal) else _most_said(here)
@@ -165,11 +169,11 @@ class ExpertTeacher:
         """List the entries' facts about the need, each place once per entry; if there are none, about its kind."""
         known = [(entry, self.reader.facts(entry.provenance.actions)) for entry in request.memory]
         exact = any(fact.need == need for _, facts in known for fact in facts)
-        kind = self.reader.broader(need)
+        kind = self.reader.need_kind(need)
         found = dict[tuple[int, str], tuple[MemoryEntry, Fact]]()
         for number, (entry, facts) in enumerate(known):
             for fact in facts:
-                if fact.need == need or (not exact and kind and self.reader.broader(fact.need) == kind):
+                if fact.need == need or (not exact and kind and self.reader.need_kind(fact.need) == kind):
                     found.setdefault((number, fact.place), (entry, fact))
         return list(found.values())
 
@@ -186,14 +190,14 @@ class ExpertTeacher:
             entry
             for entry in request.memory
             if (facts := self.reader.facts(entry.provenance.actions))
-            and (all(f.need != need for f in facts) or not (self.reader.alike or of_scene(request.goal, entry)))
+            and (all(f.need != need for f in facts) or not (self.reader.scenes_alike or of_scene(request.goal, entry)))
         ]
         if not others:
             return []
         entry = random.Random(f"{self.seed} {request.goal}").choice(others)
         place = self.reader.facts(entry.provenance.actions)[0].place
-        if self.reader.alike and not of_scene(request.goal, entry):
-            place = next(iter(self.reader.likes(place, request.observation)), "")
+        if self.reader.scenes_alike and not of_scene(request.goal, entry):
+            place = next(iter(self.reader.similar_places(place, request.observation)), "")
         return [_Lead(place, _scene(request.goal), Fact(need, place))] if place else []
 
     def _next_step(self, request: CompileRequest, plan: Sequence[str]) -> tuple[str, str] | None:
@@ -232,10 +236,10 @@ class ExpertTeacher:
         yield from self._progress(request, state, plan)
         if not request.history:
             yield from self._to_try(request, state, plan)
-        place, thing = self.reader.filled(request.history[-1]) if request.history else ("", "")
+        place, thing = self.reader.put_place(request.history[-1]) if request.history else ("", "")
         if place and f"no {thing}" in _noted_of(state, place):
             yield Delete(place)
-        if need is not None and (place := self.reader.lacking(need.need, request.observation)):
+        if need is not None and (place := self.reader.place_without(need.need, request.observation)):
             missing, known = f"no {self.reader.thing(need.need)}", _noted_of(state, place)
             if place not in (self._listed(request, need.need) or ()) and missing not in known:
                 yield Update(place, ", ".join((*known, missing))) if known else Create(place, missing)
@@ -244,7 +248,7 @@ class ExpertTeacher:
     def _not_here(self, request: CompileRequest, plan: Sequence[str], need: Fact | None) -> Iterator[Op]:
         """Remove the place in view from the lists of all things that it lacks."""
         for other in self._needs(plan):
-            place, listed = self.reader.lacking(other, request.observation), self._listed(request, other) or ()
+            place, listed = self.reader.place_without(other, request.observation), self._listed(request, other) or ()
             if place not in listed:
                 continue
             left = [tried for tried in listed if tried != place]
@@ -268,7 +272,7 @@ class ExpertTeacher:
 
     def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
         """Note the places where M locates the plan's needs, since later views do not list places."""
-        for need in self._needs(plan) if self.reader.alike else ():
+        for need in self._needs(plan) if self.reader.scenes_alike else ():
             places = [lead.place for lead in self._leads(request, need)]
             if places and state.belief(self.reader.thing(need)) is None:
                 yield Create(self.reader.thing(need), MAYBE + ", ".join(places[:MOST]))
@@ -294,7 +298,7 @@ class ExpertTeacher:
 
     def _lacks(self, request: CompileRequest, need: str, place: str) -> bool:
         """Return whether view or Brief State say that the place does not meet the need."""
-        if place == self.reader.lacking(need, request.observation):
+        if place == self.reader.place_without(need, request.observation):
             return True
         if (listed := self._to_choose_from(request, need)) is not None:
             return place not in listed

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -78,7 +77,7 @@ def files_page() -> str:
     return "\n\n".join(parts)
 
 
-def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     children = getattr(command, "commands", None)
     if children is None:
         yield " ".join(path), command
@@ -87,7 +86,7 @@ def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[s
             yield from _commands(child, (*path, name))
 
 
-def _parameter(parameter: click.Parameter) -> str:
+def _parameter(parameter: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     default = "required" if parameter.required else "" if callable(parameter.default) else parameter.default
     shown = "" if default in (None, "", (), []) else f"`{default}`" if default != "required" else default

@@ -19,7 +19,9 @@ class Fact:
 class CommandReader:
     """Stateless parser of observations and of commands in plans and past episodes."""
 
-    alike = False  # scenes resemble each other: a place in one suggests where to look in another (`likes`)
+    scenes_alike = (
+        False  # scenes resemble each other: a place in one suggests where to look in another (`similar_places`)
+    )
     follows_recipes = True  # guidance may give a plan's next command if past episodes did the same
 
     def related(self, goal: str, other: str) -> bool:
@@ -34,7 +36,7 @@ class CommandReader:
         """Return the plan's next need and its place; None if its next subgoal needs no place."""
         return None
 
-    def broader(self, need: str) -> str:
+    def need_kind(self, need: str) -> str:
         """Return the kind of a need, for needs that no episode met exactly; "" if there is none."""
         return ""
 
@@ -54,11 +56,11 @@ class CommandReader:
         """Return the places at which the agent is known to be."""
         return frozenset()
 
-    def lacking(self, need: str, observation: str) -> str:
+    def place_without(self, need: str, observation: str) -> str:
         """Return the visible place that does not meet the need; "" if the view shows none."""
         return ""
 
-    def filled(self, action: str) -> tuple[str, str]:
+    def put_place(self, action: str) -> tuple[str, str]:
         """Return (place, thing) of an action that puts something down; ("", "") for other actions."""
         return "", ""
 
@@ -66,7 +68,7 @@ class CommandReader:
         """Return the places that were searched without success."""
         return frozenset()
 
-    def likes(self, place: str, text: str) -> list[str]:
+    def similar_places(self, place: str, text: str) -> list[str]:
         """List the places in `text` that resemble a place of another scene; [] if scenes differ."""
         return []
 

@@ -34,14 +34,8 @@ COMPARABLE: Mapping[str, str] = {
     "max_steps": "step limit",
     "memory_protocol": "memory protocol",
 }
-PROVENANCE = (
-    "memory_sha256",
-    "executor_hash",
-    "compiler_hash",
-    "prompts",
-    "git",
-    "versions",
-)  # listed where they differ
+# Listed where they differ.
+PROVENANCE = ("memory_sha256", "executor_hash", "compiler_hash", "prompts", "git", "versions")
 _BARE = StepRecord(0, "", image=None, admissible=None, brief_before="")
 
 

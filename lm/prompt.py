@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 # Reserved tokens of memory positions, in order of preference: ordinary text never encodes to them.
 MEMORY_TOKENS = ("<|mem|>", "<|quad_end|>", "<|fim_pad|>", "<|reserved_special_token_0|>", "<file_sep>", "<unused0>")
-TEXT_OUTPUTS = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "mm_token_type_ids",
-)  # a processor's outputs that are not of pictures
+# A processor's outputs that are not of pictures.
+TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,9 +324,8 @@ def report_paper(
     (docs/guides/paper-tables.md)."""
     if (table is None) == (figure is None):
         raise typer.BadParameter("give either --table N or --figure N")
-    folders = [
-        Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()
-    ]  # names of matrix cells hold "=" as well
+    # Names of matrix cells hold "=" as well.
+    folders = [Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()]
     overrides = [run for run in runs or [] if Path(run) not in folders]
     if table is not None:
         if overrides:

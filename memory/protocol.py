@@ -305,6 +305,6 @@ class _CommittedLife:
 
 
 def open_world_session(world: TaskSequence, memory: MemorySystem) -> WorldSession:
-    """Open memory for a world that is never reset. A system without world sessions must be empty; episodes are committed
-    to it."""
+    """Open memory for a world that is never reset. A system without world sessions must be empty; each finished task is
+    committed to it."""
     return memory.life(world) if isinstance(memory, SupportsWorldSessions) else _CommittedLife(memory)

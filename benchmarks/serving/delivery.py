@@ -191,9 +191,8 @@ def _loaded_pair(engine: Engine, config: DeliveryBench, pair: tuple[str, str], s
     most, gpu = max(config.concurrency), torch.cuda.is_available()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; vLLM reads it when it is imported
     length = min(window, config.memory_tokens + 2 * ROOM)
-    vllm = VllmEngine(
-        max_model_len=length, max_num_seqs=most, enforce_eager=not gpu
-    )  # compiling for a CPU takes minutes
+    # Compiling for a CPU takes minutes.
+    vllm = VllmEngine(max_model_len=length, max_num_seqs=most, enforce_eager=not gpu)
     common: dict[str, Any] = {"dtype": config.dtype, "vllm": vllm, "batch_size": most}
     emissions, actions = script.output_lengths()
     acting: Any = load_executor(

@@ -259,9 +259,8 @@ class ScriptedCompiler:
     script: Script
     force: Callable[[list[tuple[int, ...]]], None]  # receives the ids before the model runs
     watch: Stopwatch  # of the second pass
-    second_pass: dict[int, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # seconds by step, summed over episodes
+    # Seconds by step, summed over episodes.
+    second_pass: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         self.watch.seconds = 0.0

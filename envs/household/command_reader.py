@@ -73,12 +73,12 @@ class HouseholdReader(CommandReader):
         """Return the places that the view shows as reached or open."""
         return frozenset(m["place"] for form in (_SEEN_AT, ARRIVED) for m in form.finditer(observation))
 
-    def lacking(self, need: str, observation: str) -> str:
+    def place_without(self, need: str, observation: str) -> str:
         """Return the visible place if it does not hold the thing."""
         seen = _SEEN_AT.search(observation)
         return "" if seen is None or re.search(rf"\b{self.thing(need)} \d", observation) else seen["place"]
 
-    def filled(self, action: str) -> tuple[str, str]:
+    def put_place(self, action: str) -> tuple[str, str]:
         """Return the place and the thing of a put."""
         put = PUT.fullmatch(action)
         return (put["place"], put["thing"]) if put else ("", "")
@@ -105,7 +105,7 @@ class AlfworldReader(HouseholdReader):
     """Reader for real games, where places of objects in other scenes suggest where to look; lamps and appliances are
     needs, too."""
 
-    alike = True
+    scenes_alike = True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List the places of taken things, used lamps and treatments."""
@@ -126,9 +126,9 @@ class AlfworldReader(HouseholdReader):
         first = next((i for i, command in enumerate(plan) if subgoals([command])), len(plan))
         return next(iter(self.facts(plan[: first + 1])), None)
 
-    def lacking(self, need: str, observation: str) -> str:
+    def place_without(self, need: str, observation: str) -> str:
         """Return the visible place if it does not hold the thing; "" for an appliance."""
-        return super().lacking(need, observation) if need.startswith("find ") else ""
+        return super().place_without(need, observation) if need.startswith("find ") else ""
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
         """Return the searched places, except those from which something was taken since: they may hold more."""
@@ -142,7 +142,7 @@ class AlfworldReader(HouseholdReader):
                 done.add(command.removeprefix(_GO))
         return frozenset(done)
 
-    def likes(self, place: str, text: str) -> list[str]:
+    def similar_places(self, place: str, text: str) -> list[str]:
         """List the places of the same kind in `text`: countertop 1, countertop 2."""
         kind = re.escape(place.split()[0])
         return list(dict.fromkeys(re.findall(rf"\b{kind} \d+\b", text)))

@@ -120,7 +120,7 @@ class ScienceWorldReader(CommandReader):
         step = next(iter(self.steps(plan)), "")
         return Fact(_need(step), room) if moves and room and step else None
 
-    def broader(self, need: str) -> str:
+    def need_kind(self, need: str) -> str:
         """Return the kind of step, since things differ between variations."""
         return self.shape(need)
 
@@ -144,7 +144,7 @@ class ScienceWorldReader(CommandReader):
         room = room_in(observation) or next(gone, "")
         return frozenset((room,) if room else ())
 
-    def lacking(self, need: str, observation: str) -> str:
+    def place_without(self, need: str, observation: str) -> str:
         """Return the visible room if it does not show the thing to pick up."""
         thing = self.thing(need)
         return "" if thing == need or thing in observation else room_in(observation)

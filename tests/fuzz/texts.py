@@ -251,8 +251,8 @@ def check_step(given: Mapping[str, Any]) -> None:
             *reader.steps(plan),
         ]
         outputs += [
-            reader.lacking(outputs[0], given["observation"]),
-            *reader.likes(outputs[0] or "x 1", given["observation"]),
+            reader.place_without(outputs[0], given["observation"]),
+            *reader.similar_places(outputs[0] or "x 1", given["observation"]),
         ]
         outputs += [reader.sentence(scene, fact.need, fact.place) for fact in reader.facts(plan)]
         expect(all(isinstance(each, str) for each in outputs), "a command reader returns a non-text")

@@ -197,9 +197,8 @@ class ExecutorBatches:
             kind = kind_of(example)
             if not (short and kind[0] == MEMORY):
                 encoded = encode_step(tokenizer, example)
-                made = replace(
-                    encoded, given=begun.setdefault(encoded.given, encoded.given)
-                )  # an object that the episode's steps share
+                # The steps of an episode share this object.
+                made = replace(encoded, given=begun.setdefault(encoded.given, encoded.given))
                 kinds.setdefault(kind, []).append(made)
         if short:
             kinds = {kind: sorted(steps, key=_tokens)[: -(-len(steps) // 3)] for kind, steps in kinds.items()}
