@@ -113,7 +113,7 @@ def test_a_revision_reaches_config_weights_and_processor(monkeypatch):
 
     for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(backbones, kind, recorder(kind))
-    monkeypatch.setattr(backbones, "Backbone", lambda *arguments: arguments)
+    monkeypatch.setattr(backbones, "Backbone", lambda *arguments, **settings: (arguments, settings))
     monkeypatch.setattr(backbones, "share_heads", lambda model: None)
     load_configured_backbone(CompilerConfig(model="someone/model", revision="abc123", device="cpu"))
     assert {kind for kind, *_ in asked} == {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"}
