@@ -259,7 +259,7 @@ def recorded_step(
         observation=step.observation,
         image=step.image,
         admissible=step.admissible,
-        history=tuple(earlier.action for earlier in episode.steps[:t]),
+        past=tuple(earlier.to_turn() for earlier in episode.steps[:t]),
         memory=tuple(memory),
         state=parse_brief_state(step.brief_before) if spec.brief_state else None,
         pasted_memory=pasted_memory(spec.kind, episode.memory_text, memory),

@@ -28,6 +28,7 @@ from agent.records import (
 )
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from envs.base import Environment, Observation, Task, Transition, is_persistent
+from executor.prompt import Turn
 from executor.records import Action, Executor
 from lm.answer_cache import EndpointStop
 from memory.entry import MemoryEntry
@@ -138,7 +139,7 @@ class EpisodeRunner:
         self.episode = _new_episode(spec, roles.delivery, roles.limits)
         self.brief_state = BriefState(spec.goal)  # b_t
         self._spec, self._roles = spec, roles
-        self._history: tuple[str, ...] = ()
+        self._past: tuple[Turn, ...] = ()
         self._session: Session = FixedSession(Recall(spec.memory))
 
     def begin(self) -> None:
@@ -166,7 +167,7 @@ class EpisodeRunner:
             observation=observed.text,
             image=observed.image,
             admissible=observed.admissible,
-            history=self._history,
+            past=self._past,
             memory=recalled.entries,
             state=state if delivery.brief_state else None,
             pasted_memory=pasted_memory(delivery.kind, episode.memory_text, recalled.entries),
@@ -176,7 +177,8 @@ class EpisodeRunner:
         if record.compilation is not None and record.compilation.applies_ops:
             self.brief_state, record.op_errors = apply_ops(record.compilation.emission.ops, state)  # Eq. 4
         record.brief_after = render_brief_state(self.brief_state)
-        self._history = (*self._history, action)
+        read = record.compilation.soft if record.compilation is not None and record.soft_read else None
+        self._past = (*self._past, record.to_turn(read))
         return action
 
     def record(self, transition: Transition, seconds: float) -> bool:

@@ -13,7 +13,7 @@ import base64
 import binascii
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from compiler.brief_state import BriefState, render_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest, SoftOn, soft_is_read
 from envs.registry import loaded
-from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_text
+from executor.prompt import ExecutorRequest, MemoryBlock, Turn, executor_text, memory_text
 from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import EntryStore, Recall, Record
 from memory.trajectory import png_bytes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from envs.base import Transition
-    from executor.records import Action, Executor
+    from executor.records import Action, Executor, ExecutorView
 
 
 SOFT_MARK = "▪"  # replaces a soft token in recorded prompts
@@ -54,13 +54,18 @@ class StepInput:
     observation: str
     image: Image | None = None
     admissible: tuple[str, ...] | None = None
-    history: tuple[str, ...] = ()  # the actions before this step
+    past: tuple[Turn, ...] = ()  # the steps before this one
     memory: tuple[MemoryEntry, ...] = ()
     state: BriefState | None = None  # b_t; None under a delivery without Brief State
     pasted_memory: str = ""  # the text of M, where the delivery pastes it
     emission: Emission | None = None  # None before and without compilation
     soft: Tensor | None = None  # soft tokens (N, d) at the executor's scale, where they are delivered
     first: str = ""  # the episode's first observation
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """Return the actions before this step."""
+        return tuple(turn.action for turn in self.past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,18 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
         admissible=step.admissible,
         image=step.image if executor.sees_images else None,
         max_history=reads.history,
-        first=step.first if reads.first_view and step.history else "",  # at the first step, `observation` holds it
+        first=step.first if reads.first_view and step.past else "",  # at the first step, `observation` holds it
         goal_last=reads.goal_last,
+        context=reads.context,
+        past=tuple(_as_read(turn, reads) for turn in step.past) if reads.context == "turns" else (),
     )
+
+
+def _as_read(turn: Turn, reads: ExecutorView) -> Turn:
+    """Leave out what past turns do not keep."""
+    if not reads.past_guidance:
+        return Turn(turn.observation, turn.action)
+    return turn if reads.past_soft else replace(turn, compiled=replace(turn.compiled, soft=None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,8 +155,9 @@ class StepRecord:
     op_errors: tuple[str, ...] = ()
     soft: Mapping[str, float] | None = None  # statistics n, mu_norm, sigma_mean, z_norm of the soft tokens
     soft_read: bool = False  # whether the executor read the soft tokens
-    executor_prompt: str = ""  # decoded, with SOFT_MARK for a soft token
+    executor_prompt: str = ""  # the newest user turn, with SOFT_MARK for a soft token
     executor_prompt_ids: tuple[int, ...] = ()
+    turns_dropped: int = 0  # past turns that the executor's prompt left out
     executor_text: str = ""  # raw executor output, before grounding
     confidence: float | None = (
         None  # probability of the likeliest command without a compilation, under `low_confidence_only`
@@ -179,13 +194,17 @@ class StepRecord:
         self.action, self.grounding, self.executor_text = action.action, str(action.how), action.text
         self.decision = action
         self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
-        self.soft_read = request.delivered.n_soft > 0
+        self.soft_read, self.turns_dropped = request.delivered.n_soft > 0, action.turns_dropped
         self._note_tokens("executor", action)
         self.seconds["executor"] = self.seconds.get("executor", 0.0) + seconds
 
     def note_transition(self, transition: Transition) -> None:
         """Record feedback and progress."""
         self.feedback, self.progress = transition.observation.text, transition.progress
+
+    def to_turn(self, soft: Tensor | None = None) -> Turn:
+        """Return the step as later prompts show it. `soft`: the soft tokens that the executor read."""
+        return Turn(self.observation, self.action, MemoryBlock(guidance=self.guidance, reason=self.reason, soft=soft))
 
     def to_memory_record(self) -> Record:
         """Return the step as memory systems read it."""

@@ -120,7 +120,7 @@ def load_remote_compiler(config: CompilerConfig, seed: int = 0) -> RemoteCompile
 def warn_about_executor_inputs(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
     """Warn if the executor reads other inputs than the compiler was trained for."""
     if trained is not None:
-        trained = {**ExecutorConfig().reading, **trained}  # old checkpoints lack newer settings
+        trained = {**ExecutorConfig(context="rebuilt").reading, **trained}  # old checkpoints lack newer settings
     if trained == executor.reading:
         return
     shown = lambda reading: " ".join(f"executor.{name}={str(value).lower()}" for name, value in reading.items())

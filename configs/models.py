@@ -341,17 +341,28 @@ class ExecutorConfig(ModelSettings):
     """Temperature of the choice among admissible commands; 0: the most likely one."""
     images: bool = True
     """False: no view, even for an executor that reads pictures."""
+    context: Literal["turns", "rebuilt"] = "turns"
+    """turns: a chat that grows by a turn a step, as language models know it. rebuilt: one user turn, written anew at
+    every step; the shipped small models were trained for it."""
+    past_guidance: Literal["kept", "dropped"] = "kept"
+    """context turns: whether past turns keep the guidance that they were given."""
+    past_soft: Literal["kept", "dropped"] = "dropped"
+    """context turns: whether past turns keep their soft tokens, too, in evaluations; rows for SFT have none."""
+    context_tokens: int | None = Field(default=None, ge=1)
+    """context turns: a longer prompt leaves out its oldest turns, whole; null: the model's context."""
+    examples: PathName | None = None
+    """Text file of few-shot examples, which follow the instructions."""
     reads_state: bool = False
     """Include the Brief State in the prompt."""
     soft_on: Literal["guidance", "always"] = "guidance"
     """guidance: soft tokens only beside guidance, as in the paper (BRIEF and NOACTION act without memory). always: with
     every emission."""
     history: int = Field(default=20, ge=0)
-    """Number of last actions in the prompt; 0 where memory provides them."""
+    """context rebuilt: number of last actions in the prompt; 0 where memory provides them."""
     first_view: bool = False
-    """Include the episode's first observation, which may list the places, in every prompt."""
+    """context rebuilt: include the episode's first observation, which may list the places, in every prompt."""
     goal_last: bool = False
-    """Put the goal at the end of the prompt instead of its start, for small models."""
+    """context rebuilt: put the goal at the end of the prompt instead of its start, for small models."""
     feedback: bool = True
     """engine program: explore where memory was wrong."""
     placement_prior: Literal["household", "alfworld"] = "household"
@@ -364,7 +375,9 @@ class ExecutorConfig(ModelSettings):
     @property
     def reading(self) -> dict[str, Any]:
         """Settings of the prompt, which checkpoints record and evaluations compare with their own."""
-        return self.model_dump(include={"reads_state", "soft_on", "history", "first_view", "goal_last"})
+        return self.model_dump(
+            include={"context", "past_guidance", "reads_state", "soft_on", "history", "first_view", "goal_last"}
+        )
 
     @property
     def reports_confidence(self) -> bool:
@@ -383,6 +396,11 @@ class ExecutorConfig(ModelSettings):
             )
         if self.goal_last and self.engine == "scripted":
             raise ValueError("the scripted planner reads prompts that begin with the goal: goal_last false")
+        if self.context == "turns" and (self.first_view or self.goal_last) and self.engine != "scripted":
+            raise ValueError(
+                "executor.first_view and executor.goal_last are for executor.context=rebuilt: a chat of turns begins "
+                "with goal and first view"
+            )
         if self.engine == "api" and not self.api.model:
             raise ValueError("engine api needs api.model, the model's name at api.base_url")
         return self

@@ -14,7 +14,7 @@ from agent.records import compile_request
 from compiler.prompt import compiler_parts
 from data_gen.dataset import write_parquet
 from data_gen.rows import SftRow, split_rows
-from lm.prompt import chat_messages
+from lm.prompt import chat_messages, chat_of
 from memory.trajectory import png_bytes
 from runtime.store import atomic_folder
 
@@ -27,7 +27,7 @@ def row_to_conversation(row: SftRow, instructions: str = "", images: bool = Fals
     pictures (PNG) in the order of their parts."""
     parts = compiler_parts(compile_request(row.step_input()), images)
     turns = {
-        "prompt": chat_messages(parts, instructions),
+        "prompt": chat_messages(chat_of(parts, instructions)),
         "completion": [{"role": "assistant", "content": row.emission}],
     }
     if not images:

@@ -178,6 +178,7 @@ FIELDS: Mapping[str, str] = {
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "first": "the first observation of the episode",
     "history": "the actions before the step",
+    "views, guidances, reasons": "what the agent saw at the earlier steps, and the guidance that it was given there",
     "commands": "what was possible, where executors are shown it; else empty",
     "emission": "the teacher's emission: the target of the text loss",
     "action": "the action to take: the target of the action loss through the frozen executor",

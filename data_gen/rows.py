@@ -21,7 +21,7 @@ from torch.utils.data import Dataset as Stored
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
 from compiler.language import Kind, parse, render
-from executor.prompt import memory_text
+from executor.prompt import MemoryBlock, Turn, memory_text
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import EntryStore
 from memory.trajectory import goal_with_scene, png_bytes
@@ -29,7 +29,7 @@ from memory.trajectory import goal_with_scene, png_bytes
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TUPLES = ("memory_ids", "memory_texts", "history", "commands")
+TUPLES = ("memory_ids", "memory_texts", "history", "views", "guidances", "reasons", "commands")
 PICTURES = ("image", "memory_images")
 BATCH = 100  # rows read at a time
 Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
@@ -57,6 +57,11 @@ class SftRow:
     memory_images: Pictures = ()  # of each entry; () if no entry has any
     commands: tuple[str, ...] = ()  # possible ones, for executors that see them (`EnvSpec.lists_commands`)
     first: str = ""  # first observation of the episode; "" in rows of an older version
+    # Of the steps before this one, with `history`: what the executor saw, and the guidance that it was given; () in
+    # rows of an older version.
+    views: tuple[str, ...] = ()
+    guidances: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -73,12 +78,15 @@ class SftRow:
         entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
         memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
+        blank = ("",) * len(self.history)
+        told = zip(self.guidances or blank, self.reasons or blank, strict=True)
+        past = zip(self.views or blank, self.history, told, strict=True)
         return StepInput(
             self.goal,
             self.observation,
             image=image,
             admissible=self.commands or None,
-            history=self.history,
+            past=tuple(Turn(view, action, MemoryBlock(guidance=g, reason=r)) for view, action, (g, r) in past),
             memory=tuple(memory),
             state=parse_brief_state(self.state) if self.state else None,
             emission=parse(self.emission).emission,
@@ -96,11 +104,11 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
         entries: the bank's entries by id.
         commands: store the possible commands.
     """
-    goal, history, rows = goal_with_scene(episode.goal, episode.scene), (), []
+    goal, rows = goal_with_scene(episode.goal, episode.scene), []
     for t, step in enumerate(episode.steps):
         if not step.emission_kind or not step.action:
             continue
-        memory = episode.memory_at(t, entries)
+        memory, past = episode.memory_at(t, entries), episode.steps[:t]
         pictures = tuple(entry.images for entry in memory)
         image = None if step.image is None else png_bytes(step.image)
         rows.append(
@@ -115,7 +123,7 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
                 state=step.brief_before,
                 observation=step.observation,
                 image=image,
-                history=history,
+                history=tuple(earlier.action for earlier in past),
                 emission=step.emission_text,
                 action=step.executor_text,
                 success=episode.success,
@@ -123,9 +131,11 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
                 memory_images=pictures if any(pictures) else (),
                 commands=step.admissible or () if commands else (),
                 first=episode.steps[0].observation,
+                views=tuple(earlier.observation for earlier in past),
+                guidances=tuple(earlier.guidance for earlier in past),
+                reasons=tuple(earlier.reason for earlier in past),
             )
         )
-        history = (*history, step.action)
     return rows
 
 
@@ -236,6 +246,11 @@ class SftRowDataset(Stored[SftRow]):
     def has_first_observations(self) -> bool:
         """Whether any row holds the first observation of its episode; rows of an older version do not."""
         return "first" in self._dataset.column_names and any(self._dataset.data["first"].to_pylist())
+
+    @property
+    def has_past_views(self) -> bool:
+        """Whether rows hold what the executor saw at earlier steps; rows of an older version do not."""
+        return "views" in self._dataset.column_names
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from compiler.prompt import compiler_parts
 from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
-from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
+from executor.prompt import Context, ExecutorRequest, MemoryBlock, Turn, executor_chat, executor_text
 from memory.entry import MemoryEntry, Provenance
 
 _ENTRY = MemoryEntry(
@@ -76,10 +77,18 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),
-        "executor_layout": sha256(executor_text(_ACT, SOFT_MARK)),
+        "executor_layout": sha256(_executor_layout(executor.reads.context)),
         "compiler_instructions": None if compiler is None else sha256(getattr(compiler, "instructions", "")),
         "compiler_layout": None if compiler is None else sha256(compile_layout),
     }
+
+
+def _executor_layout(context: Context) -> str:
+    """Write an example of the executor's prompt as text."""
+    if context == "rebuilt":
+        return executor_text(_ACT, SOFT_MARK)
+    chat = executor_chat(replace(_ACT, context=context, past=(Turn("You see a desk 1.", "look"),)), "instructions")
+    return "\n".join(turn.role + ": " + "".join(p.text + SOFT_MARK * p.soft for p in turn.parts) for turn in chat)
 
 
 def _content(entry: MemoryEntry) -> list[str]:

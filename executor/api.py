@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.prompt import ExecutorRequest, executor_parts, system_turn
+from executor.prompt import ExecutorRequest, executor_chat
 from executor.records import PAPER_VIEW, Action, ExecutorView, ground
 from lm.endpoint import Endpoint, user_message
+from lm.prompt import ChatTurn
 from lm.responses import Message
 from memory.trajectory import png_bytes
 
@@ -51,8 +52,13 @@ class ApiExecutor:
     def messages(self, request: ExecutorRequest) -> list[Message]:
         """Write the chat messages of a request."""
         image = request.image if self.sees_images else None
-        plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
-        parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain)]
-        instructions = system_turn(self.instructions, request, self.reads.commands)
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        return [*system, user_message(*parts)]
+        past = tuple(replace(turn, compiled=replace(turn.compiled, soft=None)) for turn in request.past)
+        plain = replace(request, image=image, past=past, delivered=replace(request.delivered, soft=None))
+        return [_message(turn) for turn in executor_chat(plain, self.instructions, self.reads.commands)]
+
+
+def _message(turn: ChatTurn) -> Message:
+    """Convert a turn to a message of the endpoint's protocol."""
+    if turn.role == "user":
+        return user_message(*(part.text if part.image is None else png_bytes(part.image) for part in turn.parts))
+    return {"role": turn.role, "content": "".join(part.text for part in turn.parts)}

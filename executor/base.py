@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from executor.prompt import ExecutorRequest, executor_parts, system_turn
+from executor.prompt import ExecutorRequest, executor_chat
 from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
 from lm.reply_cleaning import clean_reply
+
+DROPPED = 4  # past turns that a prompt leaves out at a time
 
 
 class TokenExecutor:
@@ -52,14 +54,26 @@ class TokenExecutor:
         self.reads = reads
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """Encode a request, without its picture if the executor does not see."""
+        """Encode a request, without its picture if the executor does not see.
+
+        In context `turns`, a prompt beyond `reads.context_tokens` or the model's context leaves out the oldest turns,
+        whole, `DROPPED` at a time, so that the rest stays a prefix of later prompts for some steps. Instructions,
+        pasted memory, goal with the first view, and the newest turn always stay."""
         shown = request if self.sees_images else replace(request, image=None)
-        instructions = system_turn(self.instructions, request, self.reads.commands)
-        prompt = self.encoder.encode(executor_parts(shown), instructions)
-        soft = request.delivered.soft
-        if prompt.ids.count(self.placeholder) != request.delivered.n_soft:  # ordinary text produces the token
+        bounds = [self.reads.context_tokens, self.context and self.context - self.max_new_tokens]
+        most, last = min((bound for bound in bounds if bound), default=None), len(request.past) - 1
+        prompt = self._encode(shown)
+        while most is not None and len(prompt.ids) > most and shown.dropped < last:
+            shown = replace(shown, dropped=min(shown.dropped + DROPPED, last))
+            prompt = self._encode(shown)
+        return replace(prompt, turns_dropped=shown.dropped)
+
+    def _encode(self, request: ExecutorRequest) -> Prompt:
+        prompt = self.encoder.encode_chat(executor_chat(request, self.instructions, self.reads.commands))
+        if prompt.ids.count(self.placeholder) != request.n_soft:  # ordinary text produces the token
             raise ValueError(f"ordinary text contains the memory token {self.placeholder_text}: set memory_token")
-        return replace(prompt, soft=soft if isinstance(soft, Tensor) else None)
+        soft = [block.soft for block in request.blocks if isinstance(block.soft, Tensor)]
+        return replace(prompt, soft=torch.cat(soft) if soft else None)
 
     def action_ids(self, action: str) -> tuple[int, ...]:
         """Tokenise an action with its end of turn."""
@@ -128,6 +142,7 @@ class TokenExecutor:
             tokens_out=written,
             chosen=at,
             confidence=sure,
+            turns_dropped=prompt.turns_dropped,
             **drawn,
         )
 
@@ -144,4 +159,5 @@ class TokenExecutor:
             tokens_in=len(prompt.ids),
             tokens_out=len(ids),
             tokens_cached=cached,
+            turns_dropped=prompt.turns_dropped,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -41,7 +42,7 @@ def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cac
     if config.engine == "scripted":
         from executor.scripted import ScriptedPlanner
 
-        return ScriptedPlanner(common["reads"])
+        return ScriptedPlanner(replace(common["reads"], context="rebuilt"))  # it parses that prompt
     if config.engine == "program":
         from executor.program import ProgramExecutor
 
@@ -101,9 +102,11 @@ def load_frozen(
 
 def _common(config: ExecutorConfig, environment: ExecutorInstructions) -> dict[str, Any]:
     """Return the arguments that all backends with a language model take."""
-    shown = environment.instructions if config.instructions == "full" else ""
+    shown = [environment.instructions] if config.instructions == "full" else []
+    if config.examples is not None:
+        shown.append(Path(config.examples).read_text(encoding="utf-8").strip())
     return {
-        "instructions": shown,
+        "instructions": "\n\n".join(filter(None, shown)),
         "max_new_tokens": config.max_new_tokens,
         "images": config.images,
         "reads": executor_view(config, environment),
@@ -113,6 +116,10 @@ def _common(config: ExecutorConfig, environment: ExecutorInstructions) -> dict[s
 def executor_view(config: ExecutorConfig, environment: ExecutorInstructions) -> ExecutorView:
     """Return what the executor reads under these settings in this environment."""
     return ExecutorView(
+        context=config.context,
+        past_guidance=config.past_guidance == "kept",
+        past_soft=config.past_soft == "kept",
+        context_tokens=config.context_tokens,
         state=config.reads_state,
         soft_on=config.soft_on,
         history=config.history,

@@ -21,6 +21,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,19 +180,23 @@ class RemoteExecutor(TokenExecutor):
         }
 
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
-        """Split a prompt into pictures, text, soft tokens and text, with one image token per picture."""
+        """Split a prompt into pictures, texts and soft tokens, with one image token per picture."""
         if prompt.images:
             ids = self.encoder.collapse_placeholders(ids)
             yield from (content_part(png_bytes(image)) for image in prompt.images)
         if prompt.soft is None:
             yield content_part(self._text(ids))
             return
-        first, n = ids.index(self.placeholder), len(prompt.soft)
-        yield content_part(self._text(ids[:first]))
+        taken = 0
+        for is_soft, run in itertools.groupby(ids, key=self.placeholder.__eq__):
+            part = list(run)
+            yield self._soft(prompt.soft[taken : taken + len(part)]) if is_soft else content_part(self._text(part))
+            taken += len(part) * is_soft
+
+    def _soft(self, soft: Tensor) -> dict[str, Any]:
         buffer = io.BytesIO()  # vLLM reads embeddings in torch's format; this program never loads it
-        torch.save(prompt.soft.to("cpu", self.dtype).contiguous().clone(), buffer)
-        yield {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode("ascii")}
-        yield content_part(self._text(ids[first + n :]))
+        torch.save(soft.to("cpu", self.dtype).contiguous().clone(), buffer)
+        return {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode("ascii")}
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,5 +1,18 @@
 """The executor's prompt. Deliveries differ in its memory block only.
 
+Context `turns` is a chat that grows by a turn a step. What is compiled ends the newest user turn, so everything before
+it stays as it is from step to step, and a prefix cache reads only what is new:
+
+system     the instructions; static: all of M, pasted
+user       Goal: in home 17: put a hot mug in cabinet
+           You are in the middle of a room. ...              the first view
+assistant  go to shelf 1
+user       On the shelf 1, you see nothing.
+           Memory: in home 17 the mug was in cabinet 2. Do now: go to cabinet 2       compiled: text guidance
+           Soft memory: <mem><mem><mem><mem>                 compiled: placeholders of the soft tokens
+
+Context `rebuilt` is one user turn, written anew at every step:
+
 goal: in home 17: put a hot mug in cabinet
 first: ...                                         the episode's first view, after step 0 (`executor.first_view`)
 memory: ...                                        static: all of M, pasted
@@ -16,9 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lm.prompt import PromptPart
+from lm.prompt import ChatTurn, PromptPart, chat_of
 from runtime.parsing import without_newlines
 
 if TYPE_CHECKING:
@@ -26,6 +39,10 @@ if TYPE_CHECKING:
 
 PICTURE_MARK = "[picture]"  # replaces a picture in recorded prompts
 DEFAULT_HISTORY = 20  # default number of actions in the prompt
+Context: TypeAlias = Literal["turns", "rebuilt"]
+# Ends the instructions of context `turns`, under every delivery.
+FOLLOWS = "When a message says what to do now, answer with that very command."
+PASTED, TOLD, SOFT = "Memory of past episodes:", "Do now: ", "Soft memory: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,15 @@ class MemoryBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A past step in context `turns`: the view, what was compiled beside it, and the command that answered it."""
+
+    observation: str
+    action: str
+    compiled: MemoryBlock = MemoryBlock()
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorRequest:
     """Input of an executor at one step."""
 
@@ -57,6 +83,19 @@ class ExecutorRequest:
     max_history: int = DEFAULT_HISTORY  # last actions in the prompt
     first: str = ""  # the episode's first view, if the prompt repeats it
     goal_last: bool = False  # the goal ends the prompt instead of opening it
+    context: Context = "rebuilt"
+    past: tuple[Turn, ...] = ()  # context turns: the steps before this one
+    dropped: int = 0  # context turns: past answers and the views after them, from the oldest, that the chat leaves out
+
+    @property
+    def blocks(self) -> list[MemoryBlock]:
+        """List what was compiled at the steps that the prompt shows, in its order."""
+        return [*(turn.compiled for turn in _shown(self)), self.delivered]
+
+    @property
+    def n_soft(self) -> int:
+        """Return the number of soft tokens in the prompt."""
+        return sum(block.n_soft for block in self.blocks)
 
 
 def system_turn(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
@@ -67,13 +106,81 @@ def system_turn(instructions: str, request: ExecutorRequest, lists_commands: boo
 
 
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
-    """Write the user turn as text, with a `placeholder` for each soft token."""
-    parts = executor_parts(request)
+    """Write the newest user turn as text, with a `placeholder` for each soft token."""
+    parts = executor_parts(request) if request.context == "rebuilt" else _newest_turn(request, ())
     return "".join(PICTURE_MARK if part.image is not None else part.text + placeholder * part.soft for part in parts)
 
 
+def executor_chat(request: ExecutorRequest, instructions: str = "", lists_commands: bool = False) -> list[ChatTurn]:
+    """Write the chat that the executor answers."""
+    if request.context == "rebuilt":
+        return chat_of(executor_parts(request), system_turn(instructions, request, lists_commands))
+    pasted = f"{PASTED}\n\n{request.delivered.memory}" if request.delivered.memory else ""
+    follows = FOLLOWS if instructions else ""
+    system = "\n\n".join(filter(None, (" ".join(filter(None, (instructions, follows))), pasted)))
+    chat = [ChatTurn.of("system", system)] if system else []
+    for number, turn in enumerate(_shown(request)):
+        view = PromptPart(_goal_line(request) * (number == 0) + turn.observation)
+        chat += [ChatTurn("user", (view, *_compiled(turn.compiled))), ChatTurn.of("assistant", turn.action)]
+    commands = (request.admissible or ()) if lists_commands else ()
+    return [*chat, ChatTurn("user", tuple(_newest_turn(request, commands)))]
+
+
+def _shown(request: ExecutorRequest) -> list[Turn]:
+    """Return the past turns that the chat shows. The first view always stays; with turns left out, the oldest command
+    that is shown answers it, and its own guidance goes."""
+    if not request.dropped:
+        return list(request.past)
+    first, kept = request.past[0], request.past[request.dropped :]
+    return [Turn(first.observation, kept[0].action), *kept[1:]]
+
+
+def _newest_turn(request: ExecutorRequest, commands: Sequence[str]) -> list[PromptPart]:
+    """Write the newest user turn: view, listed commands, Brief State, and last what is compiled."""
+    parts = [] if request.image is None else [PromptPart(image=request.image), PromptPart("\n")]
+    lines = [_goal_line(request) * (not request.past) + request.observation]
+    if commands:
+        lines += ["The commands:", *map(without_newlines, commands)]
+    if request.delivered.state:
+        lines.append(request.delivered.state)
+    return [*parts, PromptPart("\n".join(lines)), *_compiled(request.delivered)]
+
+
+def _goal_line(request: ExecutorRequest) -> str:
+    return f"Goal: {without_newlines(request.goal)}\n"
+
+
+def _compiled(block: MemoryBlock) -> list[PromptPart]:
+    """Write guidance with its reason, and the places of soft tokens."""
+    parts = [PromptPart(f"\n{_told(block)}")] if block.guidance else []
+    if block.n_soft:
+        parts += [PromptPart(f"\n{SOFT}"), PromptPart(soft=block.n_soft)]
+    return parts
+
+
+def _told(block: MemoryBlock) -> str:
+    """Write guidance with its reason, in context `turns`."""
+    return (f"Memory: {block.reason.rstrip('.')}. " if block.reason else "") + TOLD + block.guidance
+
+
+def _guide(block: MemoryBlock) -> str:
+    """Write guidance with its reason, in context `rebuilt`."""
+    return f"{block.reason} | {block.guidance}" if block.reason else block.guidance
+
+
+def memory_span(request: ExecutorRequest) -> tuple[str, str]:
+    """Return the text of memory that the prompt shows at this step (pasted, or this step's guidance), and what stands
+    before it; ("", "") without any."""
+    block, turns = request.delivered, request.context == "turns"
+    if block.memory:
+        return (f"{PASTED}\n\n" if turns else "\nmemory:\n"), block.memory
+    if not block.guidance:
+        return "", ""
+    return ("\n", _told(block)) if turns else ("\nguide: ", _guide(block))
+
+
 def executor_parts(request: ExecutorRequest) -> list[PromptPart]:
-    """Write the user turn as texts, places of soft tokens and a picture."""
+    """Write the user turn of context `rebuilt` as texts, places of soft tokens and a picture."""
     d = request.delivered
     goal = f"goal: {without_newlines(request.goal)}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
@@ -82,7 +189,7 @@ def executor_parts(request: ExecutorRequest) -> list[PromptPart]:
     if d.state:
         lines.append(d.state)
     if d.guidance:
-        lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
+        lines.append(f"guide: {_guide(d)}")
     parts: list[PromptPart] = []
     if d.n_soft:
         parts = [PromptPart("\n".join([*lines, "soft: "])), PromptPart(soft=d.n_soft)]

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from compiler.records import SoftOn
-from executor.prompt import DEFAULT_HISTORY, ExecutorRequest
+from executor.prompt import DEFAULT_HISTORY, Context, ExecutorRequest
 from lm.reply_cleaning import extract_labelled
 from runtime.parsing import parse_json_object
 
@@ -94,6 +94,7 @@ class Action:
     confidence: float | None = field(default=None, compare=False)
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
     logprob: float | None = field(default=None, compare=False)
+    turns_dropped: int = 0  # past turns that the prompt left out (`ExecutorView.context_tokens`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class ExecutorView:
     first_view: bool = False  # the episode's first view at every step: it may list the places
     goal_last: bool = False  # the goal at the end of the prompt instead of its beginning
     commands: bool = False  # the admissible commands below the instructions (`envs.spec.EnvSpec.lists_commands`)
+    context: Context = "rebuilt"  # turns: a chat that grows by a turn a step
+    past_guidance: bool = True  # context turns: past turns keep the guidance that they had
+    past_soft: bool = False  # context turns: past turns keep their soft tokens, too
+    context_tokens: int | None = None  # context turns: a longer prompt leaves out its oldest turns
 
 
 PAPER_VIEW = ExecutorView()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -146,6 +147,8 @@ class VllmExecutor(TokenExecutor):
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = prompt.soft.to("cpu", config.dtype)
         if prompt.images:  # vLLM expands the one place of each picture and of the soft tokens
+            if sum(a == self.placeholder != b for a, b in itertools.pairwise(ids)) > 1:
+                raise ValueError("vLLM takes soft tokens of one turn beside a picture: executor.past_soft=dropped")
             folded = [*self.encoder.collapse_placeholders(prompt.ids, soft=True), *then]
             pictures = {"multi_modal_data": {"image": list(prompt.images)}}
             return _VllmRequest(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})

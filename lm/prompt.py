@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm.special_tokens import SpecialTokens, TextTokenizer
 
@@ -30,6 +30,19 @@ class PromptPart:
     text: str = ""
     image: Image | None = None
     soft: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[PromptPart, ...]
+
+    @classmethod
+    def of(cls, role: Literal["system", "user", "assistant"], text: str) -> ChatTurn:
+        """Create a turn of text alone."""
+        return cls(role, (PromptPart(text),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +83,13 @@ class Prompt:
         ids: (T,) token ids, with one image token per state of a picture.
         soft: (N, d) embeddings that replace the reserved token, or None.
         pictures: in the order of their tokens.
+        turns_dropped: past turns that the prompt leaves out because of a bound on its tokens.
     """
 
     ids: tuple[int, ...]
     soft: Tensor | None = None
     pictures: tuple[Picture, ...] = ()
+    turns_dropped: int = 0
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -153,32 +168,40 @@ class PromptEncoder:
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[PromptPart], instructions: str = "") -> Prompt:
-        """Encode a prompt up to the start of the model's answer, with special tokens in texts as text.
+        """Encode a prompt of one user turn. Raises: as `encode_chat`."""
+        return self.encode_chat(chat_of(parts, instructions))
+
+    def encode_chat(self, chat: Sequence[ChatTurn]) -> Prompt:
+        """Encode a chat up to the start of the model's answer, with special tokens in texts as text.
 
         Raises: ValueError, for images and a text model, or a chat template that drops content."""
-        hide, placeholder = self.marks.hide, self.tokenizer.convert_ids_to_tokens(self.memory_id)
-        parts = merge_text_parts(
-            [replace(part, text=hide(part.text) + placeholder * part.soft, soft=0) for part in merge_text_parts(parts)]
-        )
-        instructions = hide(instructions)
+        placeholder = self.tokenizer.convert_ids_to_tokens(self.memory_id)
+        chat = [replace(turn, parts=tuple(self._written(turn.parts, placeholder))) for turn in chat]
         text = self.processor.apply_chat_template(
-            chat_messages(parts, instructions, self.is_vlm),
-            add_generation_prompt=True,
-            tokenize=False,
-            **self.arguments,
+            chat_messages(chat, self.is_vlm), add_generation_prompt=True, tokenize=False, **self.arguments
         )
+        parts = [part for turn in chat for part in turn.parts]
         images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
         if images and not self.is_vlm:
             raise ValueError("a text-only model cannot take pictures")
         pictured = {token: text.count(token) for token in self._picture_tokens}
         if any(n != (len(images) if token == self.image_token else 0) for token, n in pictured.items()):
             raise ValueError(f"the model's chat template writes {pictured} for {len(images)} pictures")
-        if any(given.strip() not in text for given in (instructions, *(part.text for part in parts))):
+        if any(part.text.strip() not in text for part in parts):
             raise ValueError("the model's chat template drops part of its input: choose another model")
         ids, pictures = self._read(text, images) if images else (self.chat_ids(text), ())
         if ids.count(self.image_id) != sum(picture.tokens for picture in pictures):
             raise ValueError("the model's processor creates other image tokens for several pictures than for each one")
         return Prompt(ids, pictures=pictures)
+
+    def _written(self, parts: Sequence[PromptPart], placeholder: str) -> list[PromptPart]:
+        """Hide special tokens in the parts' texts, and write placeholders for soft tokens."""
+        return merge_text_parts(
+            [
+                replace(part, text=self.marks.hide(part.text) + placeholder * part.soft, soft=0)
+                for part in merge_text_parts(parts)
+            ]
+        )
 
     def pictures(self, images: Sequence[Image]) -> Prompt:
         """Create a prompt of pictures alone, for a vision-language model."""
@@ -215,18 +238,25 @@ class PromptEncoder:
         return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
-def chat_messages(parts: Sequence[PromptPart], instructions: str = "", typed: bool = False) -> list[dict[str, Any]]:
+def chat_of(parts: Sequence[PromptPart], instructions: str = "") -> list[ChatTurn]:
+    """Create a chat of one user turn, after a system turn if there are instructions."""
+    system = [ChatTurn.of("system", instructions)] if instructions else []
+    return [*system, ChatTurn("user", tuple(parts))]
+
+
+def chat_messages(chat: Sequence[ChatTurn], typed: bool = False) -> list[dict[str, Any]]:
     """Create messages for `apply_chat_template`, with plain text or, for images, a list of content parts.
 
     Args:
         typed: always use content parts, because some vision-language templates ignore plain text.
     """
-    system_content: object = [{"type": "text", "text": instructions}] if typed else instructions
-    content: object = "".join(part.text for part in parts)
+    return [{"role": turn.role, "content": _content(turn.parts, typed)} for turn in chat]
+
+
+def _content(parts: Sequence[PromptPart], typed: bool) -> object:
     if typed or any(part.image is not None for part in parts):
-        content = [{"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts]
-    system = [{"role": "system", "content": system_content}] if instructions else []
-    return [*system, {"role": "user", "content": content}]
+        return [{"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts]
+    return "".join(part.text for part in parts)
 
 
 def merge_text_parts(parts: Sequence[PromptPart]) -> list[PromptPart]:

@@ -42,7 +42,7 @@ _BOTH = {
 }
 _SHARED = {
     "compiler": _BOTH | {"soft"},
-    "executor": _BOTH | {"mode", "images", "reads_state", "soft_on", "history", "first_view", "goal_last"},
+    "executor": _BOTH | {"mode", "images"} | set(ExecutorConfig().reading),
 }
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -98,6 +98,11 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         env_spec = rows_environment(data.folders)
         if config.executor.first_view and not any(part.has_first_observations for part in data.parts):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
+        if config.executor.context == "turns" and not all(part.has_past_views for part in data.parts):
+            raise ConfigError(
+                "the executor reads past views (executor.context=turns), which rows of an older version lack: collect "
+                "anew, or use executor.context=rebuilt"
+            )
         compiler, executor = load_models(config, env_spec)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 

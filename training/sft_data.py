@@ -24,7 +24,7 @@ from data_gen.dataset import compiler_text
 from data_gen.leakage import check_rows
 from data_gen.rows import SftRow, SftRowDataset, row_folders, split_row_indices, without_brief_state
 from executor.hf import FrozenExecutor
-from executor.prompt import executor_text, system_turn
+from executor.prompt import executor_chat
 from lm.prompt import Prompt, PromptEncoder, PromptPart
 from runtime.store import read_json
 from training import distributed
@@ -254,8 +254,8 @@ class RowCheck:
         request = executor_request(step, executor)
         texts = [part.text for part in compiler_parts(compile_request(step), images=False)]
         compiled = [compiler.instructions, *texts, row.emission]
-        instructions = system_turn(executor.instructions, request, executor.reads.commands)
-        acted = [instructions, executor_text(request, " "), row.action]
+        chat = executor_chat(request, executor.instructions, executor.reads.commands)
+        acted = [part.text + " " * part.soft for turn in chat for part in turn.parts] + [row.action]
         limits = compiler.context, executor.context if self._soft else None
         most = (
             self._bound(compiler.encoder, compiled, compiler_sees) + compiler.n_tokens,

@@ -20,11 +20,12 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from agent.deliveries import recorded_step
-from agent.records import Episode, delivered, executor_request
+from agent.records import Episode, executor_request
 from eval.intervals import bootstrap_mean
 from eval.metrics import display_name, grouped
 from eval.plots import ACCENT, CONTROL, INK, figure_of, quiet, save_figure, titled
 from executor.hf import FrozenExecutor
+from executor.prompt import memory_span
 from lm.prompt import Prompt
 
 CHANNELS = ("memory", "text", "soft")  # all memory tokens; text tokens; soft tokens
@@ -121,10 +122,8 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
 def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
     """Return the positions of memory tokens in step t's prompt by channel: of M if it was pasted; if it was compiled,
     of guidance with reason and of the soft tokens. Channels without tokens are absent."""
-    ids, read = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t), executor)
-    head = "\nmemory:\n" if read.memory else "\nguide: "
-    guide = f"{read.reason} | {read.guidance}" if read.reason else read.guidance
-    shown = read.memory or (guide if read.guidance else "")
+    ids = episode.steps[t].executor_prompt_ids
+    head, shown = memory_span(executor_request(recorded_step(episode, t), executor))
     words = _positions(executor, ids, head, shown) if shown else []
     soft = [i for i, token in enumerate(ids) if token == executor.placeholder]
     found = {"memory": sorted({*words, *soft}), "text": words, "soft": soft}
@@ -136,7 +135,7 @@ def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: s
     encoding do not reproduce the tokens."""
     text = executor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     again = executor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    start = text.find(head + shown)
+    start = text.rfind(head + shown)  # the last one: earlier turns may have had the same guidance
     if tuple(again["input_ids"]) != tuple(ids) or start < 0:
         raise ValueError("a prompt's memory cannot be found among its tokens: the tokenizer does not round-trip")
     begin, end = start + len(head), start + len(head) + len(shown)

@@ -18,7 +18,7 @@ from configs.models import ExecutorConfig
 from data_gen.rows import episode_rows
 from envs.spec import ExecutorInstructions
 from executor.build import executor_view
-from executor.prompt import executor_text
+from executor.prompt import Turn, executor_text
 from executor.records import FULL_VIEW, PAPER_VIEW, ExecutorView
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 from tests.memory.entries import by_id
@@ -31,7 +31,17 @@ EMISSIONS = {
     Kind.NOACTION: Emission(),
 }
 STATE = BriefState("g").apply(Create("plan", "a; b"))
-READS = [PAPER_VIEW, FULL_VIEW, ExecutorView(state=True), ExecutorView(soft_on="always"), ExecutorView(first_view=True)]
+PAST = tuple(Turn(f"view {action}", action) for action in "abc")
+TURNS = ExecutorView(context="turns")
+READS = [
+    PAPER_VIEW,
+    FULL_VIEW,
+    ExecutorView(state=True),
+    ExecutorView(soft_on="always"),
+    ExecutorView(first_view=True),
+    TURNS,
+    replace(TURNS, past_guidance=False, state=True),
+]
 
 
 class Reader(Recorder):
@@ -87,29 +97,30 @@ def test_loop_records_and_rows_ask_alike_under_every_setting(reads: ExecutorView
 
 def test_how_many_of_its_last_actions_it_is_shown_is_a_setting() -> None:
     for shown, did in ((0, ""), (2, "\ndid: b ; c"), (9, "\ndid: a ; b ; c")):
-        step, reader = StepInput("g", "see", history=("a", "b", "c")), Reader(ExecutorView(history=shown))
+        step, reader = StepInput("g", "see", past=PAST), Reader(ExecutorView(history=shown))
         assert executor_text(executor_request(step, reader), "") == f"goal: g{did}\nsee: see"
 
 
 def test_the_first_view_stays_in_the_prompt_where_asked() -> None:
     reader = Reader(ExecutorView(first_view=True))
     begin = StepInput("g", "a room", first="a room")
-    later = StepInput("g", "a shelf", history=("a",), first="a room")
+    later = StepInput("g", "a shelf", past=PAST[:1], first="a room")
     shown = [executor_text(executor_request(step, reader), "") for step in (begin, later)]
     assert shown == ["goal: g\nsee: a room", "goal: g\nfirst: a room\ndid: a\nsee: a shelf"]
     assert executor_text(executor_request(later, Reader(PAPER_VIEW)), "") == "goal: g\ndid: a\nsee: a shelf"
     assert (
-        executor_view(ExecutorConfig(first_view=True), ExecutorInstructions("")).first_view
+        executor_view(ExecutorConfig(first_view=True, context="rebuilt"), ExecutorInstructions("")).first_view
         and not PAPER_VIEW.first_view
     )
 
 
 def test_the_goal_ends_the_prompt_where_asked() -> None:
     reader = Reader(ExecutorView(first_view=True, goal_last=True))
-    step = StepInput("g", "see", history=("a",), first="a room", pasted_memory="m")
+    step = StepInput("g", "see", past=PAST[:1], first="a room", pasted_memory="m")
     assert executor_text(executor_request(step, reader), "") == "first: a room\nmemory:\nm\n\ndid: a\nsee: see\ngoal: g"
     assert (
-        executor_view(ExecutorConfig(goal_last=True), ExecutorInstructions("")).goal_last and not PAPER_VIEW.goal_last
+        executor_view(ExecutorConfig(goal_last=True, context="rebuilt"), ExecutorInstructions("")).goal_last
+        and not PAPER_VIEW.goal_last
     )
     with pytest.raises(ValueError, match="begin with the goal"):
         ExecutorConfig(goal_last=True, engine="scripted")
@@ -151,6 +162,8 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_inputs(tmp_path)
     assert trained == {
+        "context": "turns",
+        "past_guidance": "kept",
         "reads_state": False,
         "soft_on": "guidance",
         "history": 20,
@@ -159,13 +172,14 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
     }
     with caplog.at_level(logging.WARNING):
         warn_about_executor_inputs(trained, ExecutorConfig(), "here")
-        warn_about_executor_inputs({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")
+        old = {"reads_state": False, "soft_on": "guidance"}
+        warn_about_executor_inputs(old, ExecutorConfig(context="rebuilt"), "of before")
         assert not caplog.records
         warn_about_executor_inputs(trained, ExecutorConfig(soft_on="always"), "runs/sft")
         warn_about_executor_inputs(None, ExecutorConfig(), "runs/old")
     other, silent = [record.getMessage() for record in caplog.records]
-    assert "runs/sft was trained with executor.reads_state=false executor.soft_on=guidance" in other
-    assert "this run has executor.reads_state=false executor.soft_on=always" in other
+    assert "runs/sft was trained with executor.context=turns" in other and "executor.soft_on=guidance" in other
+    assert "this run has executor.context=turns" in other and "executor.soft_on=always" in other
     assert "runs/old does not say what its executor read" in silent
 
 

@@ -8,7 +8,7 @@ from compiler.brief_state import BriefState, Create, Fold
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
-from lm.prompt import chat_messages
+from lm.prompt import chat_messages, chat_of
 from memory.entry import MemoryEntry
 from tests.tiny_models import entry
 
@@ -72,8 +72,8 @@ def test_pictures_of_memory_stand_behind_their_entry():
 
 def test_messages_hold_the_instructions_only_where_asked():
     parts = compiler_parts(request())
-    assert [m["role"] for m in chat_messages(parts)] == ["user"]
-    system, user = chat_messages(parts, INSTRUCTIONS)
+    assert [m["role"] for m in chat_messages(chat_of(parts))] == ["user"]
+    system, user = chat_messages(chat_of(parts, INSTRUCTIONS))
     assert system["content"] == INSTRUCTIONS and [p["type"] for p in user["content"]] == ["text", "image", "text"]
 
 

@@ -367,7 +367,8 @@ def test_the_filter_keeps_the_rows_of_successes(kept: bool, tmp_path: Path) -> N
         def acts(messages):
             if messages[0]["content"] == WRITING or messages[0]["content"].endswith(TEACHING):
                 return model(messages)
-            return next((next(plan) for goal, plan in plans.items() if goal in messages[-1]["content"]), "look")
+            told = " ".join(message["content"] for message in messages)
+            return next((next(plan) for goal, plan in plans.items() if goal in told), "look")
 
         server.answer = acts
         episodes = collect(tmp_path / "run", server, *asked)

@@ -19,7 +19,7 @@ from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, system_turn
 from executor.records import ExecutorView
-from lm.prompt import chat_messages
+from lm.prompt import chat_messages, chat_of
 from tests import tiny_models
 
 GOLDEN = Path(__file__).parent / "prompts"
@@ -94,9 +94,8 @@ def test_compilers_keep_the_language_and_the_household_is_told_nothing_more() ->
     for name in registry.BUILT_IN:
         told = prompt(registry.find(name), "compiler")
         assert told.startswith(LANGUAGE) and (told == LANGUAGE) == (name in ("household", "gymnasium"))
-    system, _ = chat_messages(
-        compiler_parts(CompileRequest("g", (), None, "see")), prompt(registry.find("alfworld"), "compiler")
-    )
+    parts = compiler_parts(CompileRequest("g", (), None, "see"))
+    system, _ = chat_messages(chat_of(parts, prompt(registry.find("alfworld"), "compiler")))
     assert "take THING from PLACE" in system["content"]
 
 

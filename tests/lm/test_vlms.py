@@ -20,9 +20,9 @@ from configs.models import Speed
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
-from executor.prompt import ExecutorRequest, MemoryBlock
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_chat
 from lm.backbone import Backbone, load_backbone
-from lm.prompt import Picture, Prompt, PromptEncoder, PromptPart, chat_messages, merge_text_parts
+from lm.prompt import Picture, Prompt, PromptEncoder, PromptPart, chat_messages, chat_of, merge_text_parts
 from lm.reply_cleaning import clean_reply
 from lm.vision import check_vision_model, concatenate_pictures, vision_modules
 from memory.trajectory import png_bytes
@@ -73,7 +73,7 @@ def read(encoder: PromptEncoder, parts: Sequence[PromptPart], instructions: str)
     """What the model's own processor makes of a chat."""
     placeholder = encoder.tokenizer.convert_ids_to_tokens(encoder.memory_id)
     texts = [replace(part, text=part.text + placeholder * part.soft, soft=0) for part in parts]
-    chat = chat_messages(merge_text_parts(texts), instructions, typed=True)
+    chat = chat_messages(chat_of(merge_text_parts(texts), instructions), typed=True)
     text = encoder.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     images = [part.image for part in parts if part.image is not None] or None
     return dict(encoder.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
@@ -97,12 +97,8 @@ def executor(family: str, **settings: Any) -> FrozenExecutor:
 
 
 def inputs_of(model: FrozenExecutor, asked: ExecutorRequest) -> dict[str, torch.Tensor]:
-    chat: list[tuple[Sequence[PromptPart], str]] = []
-    encode = model.encoder.encode
-    model.encoder.encode = lambda parts, told="": (chat.append((parts, told)), encode(parts, told))[1]  # type: ignore[method-assign]
-    model.encode(asked)
-    model.encoder.encode = encode  # type: ignore[method-assign]
-    return read(model.encoder, *chat[0])
+    *_, user = executor_chat(asked, model.instructions)
+    return read(model.encoder, user.parts, model.instructions)
 
 
 # -- what a model reads -----------------------------------------------------------------------------------------------

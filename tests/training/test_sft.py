@@ -160,14 +160,17 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
 
 
 def test_a_checkpoint_says_what_its_executor_read(tmp_path):
-    settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True, "goal_last": True}
+    shown = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True, "goal_last": True}
+    settings = {"context": "rebuilt", "past_guidance": "kept", **shown}
     list(trainer(tmp_path, executor=settings, max_steps=1).steps())
     assert checkpoint.executor_inputs(checkpoint.find(tmp_path)) == settings
 
 
 def test_an_executor_that_reads_the_first_view_is_not_trained_for_on_rows_without(tmp_path):
     save_rows([replace(row, first="") for row in ROWS], tmp_path / "rows")
-    config = SftConfig(rows=str(tmp_path / "rows"), executor={"first_view": True}, allow_leakage=True)
+    config = SftConfig(
+        rows=str(tmp_path / "rows"), executor={"first_view": True, "context": "rebuilt"}, allow_leakage=True
+    )
     with pytest.raises(ConfigError, match="first view"):
         train_sft(config, tmp_path / "out")
 

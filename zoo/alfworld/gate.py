@@ -131,7 +131,13 @@ def _sentences(request: CompileRequest) -> set[str]:
 def load_executor(model: str) -> FrozenExecutor:
     """Load an executor with the prompt settings of its training."""
     settings = ExecutorConfig(
-        model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True, goal_last=True
+        model=model,
+        dtype="float32",
+        instructions="none",
+        max_new_tokens=16,
+        context="rebuilt",
+        first_view=True,
+        goal_last=True,
     )
     return load_frozen(settings, ExecutorInstructions(""))
 
