@@ -340,6 +340,8 @@ class GrpoConfig(Settings):
                 "loss.latent_gradient=pathwise needs the gradient of the executor's sampled action: set "
                 "executor.engine=hf and executor.temperature above 0 (1.0 is usual)"
             )
+        if self.loss.latent_gradient == "pathwise" and self.executor.past_soft == "kept":
+            raise ValueError("loss.latent_gradient=pathwise trains the newest soft tokens: executor.past_soft=dropped")
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap trains on episodes of older weights: set loss.importance_cap (2.0 is usual)")
         return self

@@ -93,6 +93,7 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
         # by operation, e.g. "create: key exists: mug" counts as create
         "op_errors": dict(sorted(Counter(e.partition(":")[0] for s in emissions for e in s.op_errors).items())),
         "op_error_rate": _mean([float(bool(s.op_errors)) for s in emissions]) if emissions else None,
+        "turns_dropped_rate": _mean([float(step.turns_dropped > 0) for step in steps]),
         "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
         # over steps at which the environment lists its commands
         "grounding_failure_rate": listed.count("failed") / len(listed) if listed else None,
