@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiler.prefixes import RECENT, Prefix, PrefixCache
 
 from compiler.brief_state import Create
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseResult
-from compiler.prefixes import RECENT, Prefix, PrefixCache
 from compiler.records import Compilation, Decoding
 from configs.models import Speed
 from lm.prompt import Prompt
