@@ -34,6 +34,7 @@ class Segment:
     layers: tuple[Layer, ...] = ()
     parent: Segment | None = None
     children: list[Segment] = field(default_factory=list)  # parts that followed it in some prompt
+    born: int = 0  # batch that read it
     used: int = 0  # last batch that used it
 
     @property
@@ -80,8 +81,8 @@ class PrefixCache:
 
     Where two prompts part, a segment is split in two. The least recently used leaf is evicted first, but none that the
     last RECENT batches used. Otherwise, if more episodes run side by side than there is room for, each would evict the
-    next one's prompt, and none would be found again. The end of a prompt that its successor does not repeat goes before
-    all others.
+    next one's prompt, and none would be found again. The end of a prompt that its successor did not repeat may be
+    evicted at once.
     """
 
     def __init__(self, mib: float) -> None:
@@ -137,16 +138,15 @@ class PrefixCache:
         if not self._make_room(new.nbytes):
             return
         parent = start.parts[-1] if start.parts else self._root
-        self._add(new.copied(rest, slice(None), parent=parent, used=self._batch))
+        self._add(new.copied(rest, slice(None), parent=parent, born=self._batch, used=self._batch))
 
     def _split(self, backbone: Backbone, part: Segment, tokens: int, pictures: int) -> Segment:
         """Replace a segment by two; return the first one. The segment itself stays as it is, for those who hold it."""
         first, last = backbone.cut(part.prompt, tokens, pictures)
         self._remove(part)
-        head = part.copied(first, slice(None, tokens), parent=part.parent, used=part.used)
-        # A split by a later batch: the old prompt's end, most likely never to be read again.
-        used = part.used if part.used == self._batch else min(part.used, self._batch - RECENT)
-        tail = part.copied(last, slice(tokens, None), parent=head, children=part.children, used=used)
+        times = {"born": part.born, "used": part.used}
+        head = part.copied(first, slice(None, tokens), parent=part.parent, **times)
+        tail = part.copied(last, slice(tokens, None), parent=head, children=part.children, **times)
         for child in tail.children:
             child.parent = tail
         self._add(head)
@@ -156,11 +156,17 @@ class PrefixCache:
     def _make_room(self, size: int) -> bool:
         """Evict leaves until `size` bytes fit; return whether they do."""
         while size <= self.budget < self.held + size:
-            old = [part for part in self._segments if not part.children and part.used <= self._batch - RECENT]
+            old = [part for part in self._segments if self._may_go(part)]
             if not old:
                 return False
             self._remove(min(old, key=lambda part: part.used))
         return size <= self.budget
+
+    def _may_go(self, part: Segment) -> bool:
+        if part.children or part.parent is None:
+            return False
+        unrepeated = part.born == part.used < part.parent.used
+        return unrepeated or part.used <= self._batch - RECENT
 
     def _add(self, part: Segment) -> None:
         assert part.parent is not None
