@@ -5,7 +5,7 @@ drafts       guessed next tokens are read together with the last token: the toke
              the last n-gram in prompt and emission. A guess is accepted if the model chooses the same token, so greedy
              emissions stay the same. So do sampled ones of a row with its own generator, which draws once per token.
              Rejected guesses are hidden by mask and position, or cropped.
-prefixes     the KV cache of prompt prefixes is reused from step to step (`compiler.prefixes`).
+prefixes     the KV cache of prompt prefixes is reused from step to step (`lm.prefixes`).
 second_pass  memory tokens are read only where the executor reads the soft tokens.
 
 Rows that share a generator skip these optimisations: their draws depend on the rest of the batch.
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators
-from compiler.prefixes import PrefixCache, read_prompts
 from compiler.records import Decoding, StillWanted
 from configs.models import Speed
-from lm.backbone import Backbone, Batch
-from lm.device import to_device
+from lm.backbone import Backbone
+from lm.prefixes import PrefixCache, read_prompts
 from lm.prompt import Prompt
 from soft_mem.projector import Gaussian, Projector
 
@@ -74,15 +73,13 @@ class Decoder:
         self.drafted = compiler.speed.drafts * able
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of the chosen tokens, by pass
         prefixes = compiler.current_prefixes() if able and compiler.speed.prefix_mib else PrefixCache(0)
-        reading = read_prompts(self.backbone, prompts, memories, prefixes)
-        self.cache, self.mask, self.position = reading.cache, reading.mask, reading.position
-        self.padded = reading.padded  # whether the mask may hide anything
-        self.hidden, self.cached = reading.hidden, reading.cached if prefixes.budget else None
+        self.reading = read_prompts(self.backbone, prompts, prefixes, memories)
+        self.cached = self.reading.cached if prefixes.budget else None
 
     def run(self, wanted: StillWanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has finished or been cancelled; cancelled rows count as truncated."""
         rows = [_Row(i, list(prompt.ids), len(prompt.ids)) for i, prompt in enumerate(self.prompts)]
-        guesses, hidden = [list[int]()] * len(rows), self.hidden
+        guesses, hidden = [list[int]()] * len(rows), self.reading.hidden
         while True:
             self._choose(hidden, rows, guesses)
             for row in rows:
@@ -110,11 +107,8 @@ class Decoder:
 
     def _read(self, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
         """Read every row's last token and its guessed tokens: hidden states (b, K, d)."""
-        width = 1 + max(map(len, guesses))
         lines = [[row.ids[-1], *guess] if row.going else [] for row, guess in zip(rows, guesses, strict=True)]
-        tokens = torch.tensor([[*line, *[self.backbone.pad_id] * (width - len(line))] for line in lines])
-        real = torch.arange(width) < torch.tensor([len(line) for line in lines])[:, None]
-        return self._feed(tokens, real)
+        return self.reading.feed_lines(lines)
 
     def _choose(self, hidden: Tensor, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> None:
         """Choose the token after each column (b, K, d), never a reserved one. Append the tokens up to the first
@@ -133,7 +127,7 @@ class Decoder:
                 row.take(chosen[place][: 1 + right], (len(self.passes) - 1, place))
                 row.going = row.ids[-1] != end and row.length < limit
         if len(self.passes) > 1:  # the first pass reads the prompts' last column only
-            self._drop(hidden.shape[1], accepted)
+            self.reading.drop(hidden.shape[1], accepted)
 
     def _sample(self, logprobs: Tensor, rows: Sequence[_Row], guesses: Sequence[Sequence[int]]) -> Tensor:
         """Draw tokens (b, K) of these log-probabilities (b, K, V).
@@ -153,28 +147,6 @@ class Decoder:
                     break
         return tokens
 
-    def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """Read K more columns, given on the host: hidden states (b, K, d)."""
-        self.padded |= not bool(real.all())
-        tokens, counts = to_device(torch.stack([tokens, real.long()]), self.mask.device)
-        self.mask = torch.cat([self.mask, counts], 1)
-        positions = self.position + counts.cumsum(1) - counts
-        self.position = self.position + counts.sum(1, keepdim=True)
-        return self.backbone.hidden(Batch(tokens, self.mask, positions, padded=self.padded), self.cache)
-
-    def _drop(self, width: int, accepted: Sequence[int]) -> None:
-        """Hide the rejected ones of each row's last `width` columns; crop columns that every row rejects."""
-        if min(accepted) == width:
-            return
-        last = self.mask[:, -width:]
-        stays = torch.arange(width, device=last.device) < to_device(torch.tensor(accepted), last.device)[:, None]
-        self.position = self.position - (last * ~stays).sum(1, keepdim=True)
-        self.padded |= min(accepted) < max(accepted)
-        extra = width - max(accepted)
-        self.mask = torch.cat([self.mask[:, :-width], (last * stays)[:, : max(accepted)]], 1)
-        if extra:
-            self.cache.crop(-extra)
-
     def _read_memory(self, rows: Sequence[_Row]) -> Tensor:
         """Read the end of turn (forced in truncated rows) and the memory tokens: hidden states (b, N, d) of these."""
         n, end = self.compiler.n_tokens, self.backbone.end_id
@@ -182,7 +154,7 @@ class Decoder:
         tail[:, :2] = torch.tensor([[row.ids[-1], end] for row in rows])
         real = torch.ones_like(tail, dtype=torch.bool)
         real[:, 0] = tail[:, 0] != end  # a row that wrote its end of turn needs no second one
-        return self._feed(tail, real)[:, -n:]
+        return self.reading.feed(tail, real)[:, -n:]
 
     def _drafts(self, rows: Sequence[_Row]) -> list[Draft]:
         """Collect the emissions with their log-probabilities, which leave the device here, in one copy."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.decoding import Decoder
-from compiler.prefixes import PrefixCache
 from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.device import to_device
+from lm.prefixes import PrefixCache
 from lm.prompt import Prompt
 from lm.vision import vision_modules
 from soft_mem.projector import Gaussian, Projector

@@ -318,6 +318,9 @@ class EndpointConfig(Settings):
         return value
 
 
+ExecutorMode = Literal["choice", "constrained", "generate"]
+
+
 class ExecutorConfig(ModelSettings):
     """The frozen executor."""
 
@@ -334,9 +337,13 @@ class ExecutorConfig(ModelSettings):
     model, which reads text only. scripted, program: planners by rule."""
     api: EndpointConfig = EndpointConfig()
     """engine api: endpoint; model, dtype, device and mode do not apply."""
-    mode: Literal["choice", "generate", "guided"] = "choice"
-    """choice: likelihood over admissible commands. generate: free text, grounded afterwards. guided: decoding
-    constrained to admissible commands (vLLM)."""
+    mode: ExecutorMode = "choice"
+    """choice: likelihood over admissible commands. constrained: greedy decoding, held to the tokens of the admissible
+    commands; one short pass per branch instead of a score of each. generate: free text, grounded afterwards."""
+    prefix_mib: float = Field(default=0, ge=0)
+    """engine hf: MiB of the model's device for cached keys and values of earlier prompts, so that a prompt that extends
+    one reads only what is new (vLLM has its own cache); 0: off. Sums then depend in their last digits on earlier
+    prompts, so a resumed run may differ there."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature of the choice among admissible commands; 0: the most likely one."""
     images: bool = True
@@ -388,8 +395,8 @@ class ExecutorConfig(ModelSettings):
     def _check_engine(self) -> ExecutorConfig:
         if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
             raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
-        if self.mode == "guided" and self.engine not in ("vllm", "http"):
-            raise ValueError("mode guided needs engine vllm or http")
+        if self.prefix_mib and self.engine != "hf":
+            raise ValueError("executor.prefix_mib is of engine hf; vLLM has a prefix cache of its own")
         if self.quantize and self.engine != "hf":
             raise ValueError(
                 "executor.quantize is of engine hf; vLLM's is executor.vllm.extra, e.g. {quantization: bitsandbytes}"

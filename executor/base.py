@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.models import ExecutorMode
+from executor.decoding import CommandWalk
 from executor.prompt import ExecutorRequest, executor_chat
 from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
@@ -22,10 +24,10 @@ class TokenExecutor:
 
     `mode` selects how it acts on admissible commands:
 
-    choice    choose by likelihood, exact on every backend
-    guided    decode greedily under the constraint that a command results (vLLM). Cheaper, but token by token: a likely
-              first word may lead to commands that are all less likely than another one
-    generate  decode greedily without constraint, and ground the text
+    choice       choose by likelihood, exact on every backend
+    constrained  decode greedily, held to the tokens of a command (`executor.decoding`), the same on every backend.
+                 Cheaper, but a likely first word may lead to commands that are all less likely than another one
+    generate     decode greedily without constraint, and ground the text
 
     Args:
         images: False hides pictures from a model that could see them.
@@ -35,7 +37,7 @@ class TokenExecutor:
 
     accepts_soft = True
     context: int | None = None  # context length of the model in tokens; None if unknown
-    mode: Literal["choice", "guided", "generate"] = "choice"
+    mode: ExecutorMode = "choice"
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class TokenExecutor:
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         """Return one action per request, in order: chosen by likelihood if `mode` is choice and every request lists its
-        commands, else generated.
+        commands, else decoded.
 
         Raises:
             ValueError: a prompt leaves no room for an action, or the backend cannot read it.
@@ -90,14 +92,15 @@ class TokenExecutor:
         prompts, admissible = [self.encode(request) for request in requests], [r.admissible for r in requests]
         by_choice = self.mode == "choice" and all(admissible)
         for prompt, names in zip(prompts, admissible, strict=True):
-            self._check_context(prompt, names or () if by_choice else ())
+            self._check_context(prompt, names or () if by_choice or self.mode == "constrained" else ())
         if not requests:
             return []
         if by_choice:
+            cached = self.cached_tokens(prompts)
             # One copy from the device: each copy synchronises it.
             found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
             scores = found.split([len(names or ()) for names in admissible])
-            return [self._chosen(*row) for row in zip(admissible, prompts, scores, strict=True)]
+            return [self._chosen(*row) for row in zip(admissible, prompts, scores, cached, strict=True)]
         answers = self.generate(prompts, admissible)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
@@ -108,8 +111,18 @@ class TokenExecutor:
     def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> Sequence[tuple[list[int], int | None]]:
-        """Decode greedily: ids, and how many tokens of the prompt a cache held (None if unknown)."""
+        """Decode greedily, held to the commands if `mode` is constrained: ids, and how many tokens of the prompt a
+        cache held (None if unknown)."""
         raise NotImplementedError
+
+    def cached_tokens(self, prompts: Sequence[Prompt]) -> Sequence[int | None]:
+        """Return how many tokens of each prompt a cache holds before it is scored; None if unknown."""
+        return [None] * len(prompts)
+
+    def _held(self, admissible: Sequence[Sequence[str] | None]) -> dict[int, CommandWalk]:
+        """Return the walks of the requests, by index, whose answers are held to their commands."""
+        listed = enumerate(admissible if self.mode == "constrained" else ())
+        return {i: CommandWalk([self.action_ids(name) for name in names]) for i, names in listed if names}
 
     def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
         """Return log-probabilities (C,) of C admissible commands at this executor's temperature."""
@@ -123,7 +136,9 @@ class TokenExecutor:
             room = 1 + max(len(self.action_ids(name)) for name in candidates)
         check_context("executor", len(prompt.ids), room, self.context)
 
-    def _chosen(self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
+    def _chosen(
+        self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor, cached: int | None
+    ) -> Action:
         drawn: dict[str, Any] = {}
         if self.temperature:
             logprobs = self.action_logprobs(candidate_logprobs)
@@ -140,6 +155,7 @@ class TokenExecutor:
             prompt_ids=ids,
             tokens_in=len(ids),
             tokens_out=written,
+            tokens_cached=cached,
             chosen=at,
             confidence=sure,
             turns_dropped=prompt.turns_dropped,
@@ -150,6 +166,19 @@ class TokenExecutor:
         self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]
     ) -> Action:
         written, cached = answer
+        if self.mode == "constrained" and candidates:
+            at = [self.action_ids(name) for name in candidates].index(tuple(written))
+            return Action(
+                candidates[at],
+                Grounding.CHOICE,
+                text=candidates[at],
+                prompt_ids=prompt.ids,
+                tokens_in=len(prompt.ids),
+                tokens_out=len(written),
+                tokens_cached=cached,
+                chosen=at,
+                turns_dropped=prompt.turns_dropped,
+            )
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
         text = clean_reply(self.tokenizer.decode(ids, skip_special_tokens=True))
         return Action(

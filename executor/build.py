@@ -93,8 +93,9 @@ def load_frozen(
     disable_library_progress_bars()
     return FrozenExecutor(
         load_configured_backbone(config, weights=weights),
-        "choice" if config.mode == "choice" else "generate",
+        config.mode,
         batch_size=config.batch_size,
+        prefix_mib=config.prefix_mib,
         temperature=config.temperature,
         **_common(config, environment),
     )

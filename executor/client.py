@@ -8,6 +8,9 @@ Transport of prompts (vLLM 0.31):
   picture; a reply with other ids than ours is an error. (/v1/completions takes embeddings of whole prompts only, with
   100 times the bytes at the paper's size.)
 
+Decoding held to the commands: one request for one token at each branch of their tree, with the tokens that continue a
+command as `allowed_token_ids`.
+
 Scoring of commands: neither way returns prompt log-probabilities from a prefix cache, or beside embeddings. So each
 node of the commands' prefix tree is one request: prompt and the command's first tokens, one token to generate, and the
 log-probabilities of exactly the tokens that continue a command (`logprob_token_ids`). The prompt is in the prefix
@@ -26,13 +29,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from configs.models import EXECUTOR_KEY
+from configs.models import EXECUTOR_KEY, ExecutorMode
 from executor.base import TokenExecutor
+from executor.decoding import follow
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings, load_encoder
@@ -79,7 +83,7 @@ class RemoteExecutor(TokenExecutor):
         url: str,
         name: str | Path,
         dtype: torch.dtype = torch.bfloat16,
-        mode: Literal["choice", "guided", "generate"] = "choice",
+        mode: ExecutorMode = "choice",
         instructions: str = "",
         max_new_tokens: int = 64,
         memory_token: str = "auto",
@@ -113,18 +117,23 @@ class RemoteExecutor(TokenExecutor):
     def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
-        settings = [
-            {
-                **_GREEDY,
-                "max_tokens": self.max_new_tokens,
-                "stop_token_ids": [self.end_id],
-                "ignore_eos": True,
-                **({"structured_outputs": {"choice": list(names)}} if self.mode == "guided" and names else {}),
-            }
-            for names in admissible
-        ]
-        answers = self._ask(prompts, [()] * len(prompts), settings)
-        return [(answer["token_ids"], None) for answer in answers]
+        walks = self._held(admissible)
+        free = [i for i in range(len(prompts)) if i not in walks]
+        settings = {**_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True}
+        answers = self._ask([prompts[i] for i in free], [()] * len(free), [settings] * len(free))
+        decoded = {i: answer["token_ids"] for i, answer in zip(free, answers, strict=True)}
+        rows = list(walks)
+
+        def choose(unfinished: list[int]) -> list[int]:
+            at = [rows[k] for k in unfinished]
+            asked = [
+                {**_GREEDY, "max_tokens": 1, "ignore_eos": True, "allowed_token_ids": walks[i].allowed} for i in at
+            ]
+            answers = self._ask([prompts[i] for i in at], [walks[i].path for i in at], asked)
+            return [answer["token_ids"][0] for answer in answers]
+
+        follow([walks[i] for i in rows], choose)
+        return [(list(walks[i].path) if i in walks else decoded[i], None) for i in range(len(prompts))]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [[self.action_ids(name) for name in names] for names in candidates]

@@ -6,36 +6,46 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
 
 import torch
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from torch import Tensor
 
+from configs.models import ExecutorMode
 from executor.base import TokenExecutor
+from executor.decoding import FreeWalk, Walk, follow
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, ExecutorView
-from lm.backbone import Backbone
+from lm.backbone import Backbone, Batch
 from lm.device import to_device
+from lm.prefixes import PrefixCache, read_prompts
 from lm.prompt import Prompt
 from lm.vision import parameter_names
 from soft_mem.projector import check_places, inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, in mode `generate` if the model cannot
-    generate from embeddings."""
+    """Any causal LM or vision-language model (`lm.vision`).
+
+    Args:
+        batch_size: requests, or candidates of models without full attention, in a forward pass.
+        prefix_mib: MiB of cached keys and values of earlier prompts (`lm.prefixes`), in models with full attention.
+
+    Raises:
+        ValueError: in mode `generate`, if the model cannot generate from embeddings.
+    """
 
     def __init__(
         self,
         backbone: Backbone,
-        mode: Literal["choice", "generate"] = "choice",
+        mode: ExecutorMode = "choice",
         instructions: str = "",
         max_new_tokens: int = 64,
         batch_size: int = 64,
         images: bool = True,
         temperature: float = 0.0,
         reads: ExecutorView = PAPER_VIEW,
+        prefix_mib: float = 0.0,
     ) -> None:
         if mode == "generate" and "inputs_embeds" not in parameter_names(backbone.model.prepare_inputs_for_generation):
             raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
@@ -50,6 +60,7 @@ class FrozenExecutor(TokenExecutor):
         self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
         self.batch_size = batch_size
+        self.prefixes = PrefixCache(prefix_mib if backbone.attends_fully else 0)
 
     @property
     def embedding_table(self) -> Tensor:
@@ -70,12 +81,24 @@ class FrozenExecutor(TokenExecutor):
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         actions: list[Action] = []
         for i in range(0, len(requests), self.batch_size):
+            self.prefixes.of_weights(None)  # frozen
             actions += super().act(requests[i : i + self.batch_size])
         return actions
 
     def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
+        if self.mode != "constrained" and not self.prefixes.budget:
+            return [(ids, None) for ids in self._generate(prompts)]
+        held = self._held(admissible)
+        walks = [held.get(i) or FreeWalk(self.end_id, self.max_new_tokens) for i in range(len(prompts))]
+        if self.backbone.attends_fully:
+            return self._follow(prompts, walks)
+        follow(walks, lambda rows: self._choose(self._reread(prompts, walks, rows), [walks[i] for i in rows]))
+        return [(list(walk.path), None) for walk in walks]
+
+    def _generate(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Decode freely, as transformers does."""
         batch = self.backbone.pad(prompts, "left")
         with self.backbone.reading(batch):
             out = self.model.generate(
@@ -83,12 +106,59 @@ class FrozenExecutor(TokenExecutor):
                 attention_mask=batch.mask,
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
+                repetition_penalty=1.0,  # whatever the model's folder says, as in the other engines
                 eos_token_id=self.end_id,
                 pad_token_id=self.end_id,
                 **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # else computed there
                 **batch.vision,
             )
-        return [(ids, None) for ids in out.tolist()]
+        return out.tolist()
+
+    def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[tuple[list[int], int | None]]:
+        """Decode with a KV cache, to which each pass adds the tokens since the last one."""
+        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        last, read = reading.hidden[:, -1], [0] * len(walks)
+
+        def choose(rows: list[int]) -> list[int]:
+            nonlocal last
+            lines = [walk.path[k:] if not walk.done else () for walk, k in zip(walks, read, strict=True)]
+            fed = [i for i, line in enumerate(lines) if line]
+            if fed:
+                hidden = reading.feed_lines(lines)
+                at = to_device(torch.tensor([[i, len(lines[i]) - 1] for i in fed]), hidden.device)
+                last = last.index_copy(0, at[:, 0], hidden[at[:, 0], at[:, 1]])
+            read[:] = [k + len(line) for k, line in zip(read, lines, strict=True)]
+            return self._choose(last[to_device(torch.tensor(rows), last.device)], [walks[i] for i in rows])
+
+        follow(walks, choose)
+        cached = reading.cached if self.prefixes.budget else [None] * len(walks)
+        return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
+
+    def _reread(self, prompts: Sequence[Prompt], walks: Sequence[Walk], rows: Sequence[int]) -> Tensor:
+        """Read prompts and paths as a whole: states (b, d) at their ends. Recurrent states allow no padding between."""
+        whole = [prompts[i].extended(walks[i].path) for i in rows]
+        batch = self.backbone.pad(whole, "right")
+        hidden = self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, whole))
+        at = to_device(torch.tensor([[k, len(row.ids) - 1] for k, row in enumerate(whole)]), hidden.device)
+        return hidden[at[:, 0], at[:, 1]]
+
+    def _choose(self, hidden: Tensor, walks: Sequence[Walk]) -> list[int]:
+        """Choose the likeliest allowed token behind each state (b, d)."""
+        logits = self.backbone.logits(hidden)
+        best = logits.argmax(-1)
+        if held := [k for k, walk in enumerate(walks) if walk.allowed]:
+            width = max(len(walks[k].allowed) for k in held)
+            tokens = [(*walks[k].allowed, *walks[k].allowed[:1] * (width - len(walks[k].allowed))) for k in held]
+            table = to_device(torch.tensor([[k, *row] for k, row in zip(held, tokens, strict=True)]), logits.device)
+            at, ids = table[:, 0], table[:, 1:]
+            likeliest = logits[at].gather(1, ids).argmax(1, keepdim=True)  # the first of equal ones
+            best = best.index_copy(0, at, ids.gather(1, likeliest).squeeze(1))
+        return best.tolist()
+
+    def cached_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
+        if not self.prefixes.budget:
+            return [None] * len(prompts)
+        return [self.prefixes.find(self.backbone, prompt).tokens for prompt in prompts]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score all candidates in one forward pass, exactly, and differentiably in the prompts' soft tokens.
@@ -100,27 +170,55 @@ class FrozenExecutor(TokenExecutor):
         if not self.backbone.attends_fully:
             return self._row_logprobs(prompts, candidates)
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
-        rows = [p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)]
-        batch = self.backbone.pad(rows, "right")
-        mask, offsets = _tree_attention([len(p.ids) for p in prompts], trees, batch.tokens.shape[1])
-        dtype, device = self.model.dtype, batch.tokens.device
-        hides = to_device(~mask, device)
-        bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(hides, torch.finfo(dtype).min)
-        hidden = self.backbone.hidden(
-            replace(batch, positions=batch.positions + to_device(offsets, device)),
-            embeddings=self.embed(batch.tokens, rows),
-            mask=bias.unsqueeze(1),
-        )
+        cached = self.prefixes.budget and not torch.is_grad_enabled()
+        states = self._cached_tree_states(prompts, trees) if cached else self._tree_states(prompts, trees)
         paths = [list(chain(*tree.paths)) for tree in trees]
-        places = to_device(torch.tensor(list(chain(*paths))), hidden.device).split([len(path) for path in paths])
+        places = to_device(torch.tensor(list(chain(*paths))), states[0].device).split([len(path) for path in paths])
         results = []
-        for i, (prompt, tree, at) in enumerate(zip(prompts, trees, places, strict=True)):
-            end = len(prompt.ids)
-            logprobs = self.backbone.logits(hidden[i, end - 1 : end + len(tree.tokens)]).float().log_softmax(-1)
+        for hidden, tree, at in zip(states, trees, places, strict=True):
+            logprobs = self.backbone.logits(hidden).float().log_softmax(-1)
             before, tokens = at.unbind(1)
             steps = logprobs[before + 1, tokens].split([len(path) for path in tree.paths])
             results.append(torch.stack([of_one.sum() for of_one in steps]))
         return results
+
+    def _tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
+        """Read prompts with their trees in one pass: states (1 + nodes, d) at each prompt's end and its nodes."""
+        rows = [p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)]
+        batch = self.backbone.pad(rows, "right")
+        mask, offsets = _tree_attention([len(p.ids) for p in prompts], trees, batch.tokens.shape[1])
+        hidden = self.backbone.hidden(
+            replace(batch, positions=batch.positions + to_device(offsets, batch.tokens.device)),
+            embeddings=self.embed(batch.tokens, rows),
+            mask=self._bias(to_device(mask, batch.tokens.device)),
+        )
+        ends = [len(prompt.ids) for prompt in prompts]
+        return [
+            hidden[i, end - 1 : end + len(tree.tokens)] for i, (end, tree) in enumerate(zip(ends, trees, strict=True))
+        ]
+
+    def _cached_tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
+        """Read what is new of the prompts, then their trees: states as in `_tree_states`."""
+        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        width = max(len(tree.tokens) for tree in trees)
+        if not width:
+            return list(reading.hidden)
+        tokens = torch.tensor([[*t.tokens, *[self.backbone.pad_id] * (width - len(t.tokens))] for t in trees])
+        mask, offsets = _tree_attention([0] * len(trees), trees, width)
+        device = reading.mask.device
+        tokens, shift = to_device(torch.stack([tokens, offsets + torch.arange(width)]), device)
+        seen = reading.mask.bool()[:, None].expand(-1, width, -1)
+        batch = Batch(tokens, reading.mask, reading.position + shift)
+        bias = self._bias(torch.cat([seen, to_device(mask, device)], 2))
+        hidden = torch.cat([reading.hidden, self.backbone.hidden(batch, reading.cache, mask=bias)], 1)
+        return [hidden[i, : 1 + len(tree.tokens)] for i, tree in enumerate(trees)]
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        """Turn a mask (B, Q, K), True where a position attends, into what is added to attention logits."""
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)[
+            :, None
+        ]
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score `batch_size` candidates per forward pass."""

@@ -13,12 +13,14 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from configs.models import ExecutorMode
 from executor.base import TokenExecutor
+from executor.decoding import CommandWalk, follow
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
@@ -54,7 +56,7 @@ class VllmExecutor(TokenExecutor):
         llm: LLM,
         encoder: PromptEncoder,
         weights: Path,
-        mode: Literal["choice", "guided", "generate"] = "choice",
+        mode: ExecutorMode = "choice",
         instructions: str = "",
         max_new_tokens: int = 64,
         images: bool = True,
@@ -93,23 +95,48 @@ class VllmExecutor(TokenExecutor):
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
 
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=self.max_new_tokens,
-                stop_token_ids=[self.end_id],
-                ignore_eos=True,
-                detokenize=False,
-                structured_outputs=StructuredOutputsParams(choice=list(names))
-                if self.mode == "guided" and names
-                else None,
-            )
-            for names in admissible
-        ]
-        outputs = self._run([self._request(prompt) for prompt in prompts], params)
-        return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+        walks = self._held(admissible)
+        free = [prompt for i, prompt in enumerate(prompts) if i not in walks]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_new_tokens,
+            stop_token_ids=[self.end_id],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        outputs = self._run([self._request(prompt) for prompt in free], [params] * len(free)) if free else []
+        decoded = iter([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
+        cached = self._follow(prompts, walks)
+        rows = range(len(prompts))
+        return [(list(walks[i].path), cached.get(i, 0)) if i in walks else next(decoded) for i in rows]
+
+    def _follow(self, prompts: Sequence[Prompt], walks: dict[int, CommandWalk]) -> dict[int, int]:
+        """Ask for one token at each branch of the commands' trees, all prompts at a time; the prefix cache holds the
+        rest. Return how much of each prompt it held at first."""
+        from vllm import SamplingParams
+
+        rows, cached = list(walks), dict[int, int]()
+
+        def choose(unfinished: list[int]) -> list[int]:
+            at = [rows[k] for k in unfinished]
+            params = [
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    ignore_eos=True,
+                    detokenize=False,
+                    allowed_token_ids=list(walks[i].allowed),
+                )
+                for i in at
+            ]
+            outputs = self._run([self._request(prompts[i], walks[i].path) for i in at], params)
+            for i, output in zip(at, outputs, strict=True):
+                cached.setdefault(i, min(output.num_cached_tokens or 0, len(prompts[i].ids)))
+            return [output.outputs[0].token_ids[0] for output in outputs]
+
+        follow([walks[i] for i in rows], choose)
+        return cached
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [self.action_ids(name) for names in candidates for name in names]

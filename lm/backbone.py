@@ -169,16 +169,33 @@ class Backbone(PromptEncoder):
         At least one token of each row remains. (0, 0) for a single row."""
         if len(rows) < 2 or not self.attends_fully:  # a shared prefix leaves hidden columns in the cache
             return 0, 0
+        return self.shared_prefix(rows, min(len(row.ids) for row in rows) - 1)
+
+    def shared_prefix(self, rows: Sequence[Prompt], most: int) -> tuple[int, int]:
+        """Return the numbers of tokens, at most `most`, and of pictures that all rows begin with: the same ids, soft
+        tokens and whole pictures."""
         first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others are between these two
-        n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-        n = min(n, *(len(row.ids) - 1 for row in rows))
-        shared = 0
+        n = len(first)
+        if first != last[:n]:
+            n = next(i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+        n, shared = self._equal_soft(rows, min(n, most)), 0
         for pictures in zip(*map(self._pictures, rows), strict=False):
             start, end, picture = pictures[0]
             if end > n or not all(picture.looks_like(other) for *_, other in pictures[1:]):
                 return min(n, start), shared
             shared += 1
         return n, shared
+
+    def _equal_soft(self, rows: Sequence[Prompt], n: int) -> int:
+        """Return how many of the first `n` tokens, which all rows share, come before a soft token that they do not."""
+        if all(row.soft is None for row in rows):
+            return n
+        at = [i for i, id in enumerate(rows[0].ids[:n]) if id == self.memory_id]
+        given = [row.soft[: len(at)] for row in rows if row.soft is not None]
+        if not at or len(given) < len(rows):
+            return at[0] if at else n
+        same = torch.stack([(soft == given[0]).all(1) for soft in given[1:]]).all(0).tolist()
+        return next((i for i, equal in zip(at, same, strict=True) if not equal), n)
 
     def _pictures(self, row: Prompt) -> list[tuple[int, int, Picture]]:
         """Return (first token, end, picture) of each picture in a row."""

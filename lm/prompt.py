@@ -98,11 +98,6 @@ class Prompt:
     def extended(self, ids: Sequence[int]) -> Prompt:
         return replace(self, ids=(*self.ids, *ids))
 
-    def cut(self, tokens: int, pictures: int) -> tuple[Prompt, Prompt]:
-        """Split after `tokens` ids, which contain `pictures` pictures; soft tokens are dropped."""
-        head = Prompt(self.ids[:tokens], pictures=self.pictures[:pictures])
-        return head, Prompt(self.ids[tokens:], pictures=self.pictures[pictures:])
-
 
 class ContextLengthError(ValueError):
     """A prompt leaves too little room in its model's context."""
@@ -231,6 +226,15 @@ class PromptEncoder:
     def chat_ids(self, text: str) -> tuple[int, ...]:
         """Encode a part of a rendered chat, with its special tokens."""
         return tuple(self.marks.encode(text))
+
+    def cut(self, prompt: Prompt, tokens: int, pictures: int) -> tuple[Prompt, Prompt]:
+        """Split a prompt after `tokens` ids, which contain `pictures` pictures."""
+        soft = None, None
+        if prompt.soft is not None:
+            places = prompt.ids[:tokens].count(self.memory_id)
+            soft = prompt.soft[:places], prompt.soft[places:]
+        head = Prompt(prompt.ids[:tokens], soft[0], prompt.pictures[:pictures])
+        return head, Prompt(prompt.ids[tokens:], soft[1], prompt.pictures[pictures:])
 
     def collapse_placeholders(self, ids: Sequence[int], soft: bool = False) -> list[int]:
         """Collapse each run of image tokens (with `soft`, also of memory tokens) to one: vLLM expands it itself."""

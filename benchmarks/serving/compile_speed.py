@@ -26,10 +26,10 @@ from benchmarks.serving.scripted import DEFAULT_RECORD, Script, ScriptedDecoder,
 from compiler.build import load_compiler
 from compiler.decoding import Decoder
 from compiler.hf import MemoryCompiler
-from compiler.prefixes import PrefixCache
 from compiler.records import CompileRequest
 from configs.models import CompilerConfig, Speed
 from eval.table import markdown_table
+from lm.prefixes import PrefixCache
 from runtime.progress import disable_library_progress_bars
 
 NONE = Speed(drafts=0, prefix_mib=0, second_pass="always")

@@ -12,10 +12,9 @@ import torch
 from compiler.brief_state import Create
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseResult
-from compiler.prefixes import RECENT, Prefix, PrefixCache
 from compiler.records import Compilation, Decoding
 from configs.models import Speed
-from lm.prompt import Prompt
+from lm.prefixes import PrefixCache
 from tests import tiny_models
 
 SLOW = Speed(drafts=0, prefix_mib=0, second_pass="always")
@@ -202,51 +201,6 @@ def test_what_other_weights_have_read_is_forgotten() -> None:
     assert again[0].tokens_cached
     compiler.weight_version += 1
     assert compiled(compiler, speed, steps[3:])[0][0].tokens_cached == 0
-
-
-def prefix(tokens: int) -> Prefix:
-    states = torch.zeros(2, tokens, 8)
-    return Prefix(Prompt((1,) * tokens), ((states, states.clone()),))
-
-
-def batches(kept: PrefixCache, n: int) -> None:
-    for _ in range(n):
-        kept.of_weights("the same")
-
-
-def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
-    size = prefix(10).nbytes
-    kept = PrefixCache(2.5 * size / 2**20).of_weights("the same")
-    kept.keep("a", prefix(10))
-    kept.keep("b", prefix(10))
-    assert kept.find("a") and kept.held == 2 * size
-    batches(kept, RECENT)
-    assert kept.find("a")
-    kept.keep("c", prefix(10))
-    assert kept.find("b") is None and kept.find("a") and kept.find("c") and kept.held == 2 * size
-    kept.keep("a", prefix(30))  # larger than the budget: the cached one is evicted
-    assert kept.find("a") is None and kept.find("c") and kept.held == size
-    kept.keep("c", prefix(5))  # in its place
-    assert kept.held == prefix(5).nbytes
-    assert PrefixCache(0).budget == 0
-
-
-def test_more_episodes_side_by_side_than_there_is_room_for_leave_some_of_them_kept() -> None:
-    """Three of them in turn, room for two; then another takes the place of the first one that has ended."""
-    kept = PrefixCache(2.5 * prefix(10).nbytes / 2**20)
-    found = []
-    for _ in range(3):
-        batches(kept, 1)
-        found.append([kept.find(memory) is not None for memory in "abc"])
-        for memory in "abc":
-            if not kept.find(memory):
-                kept.keep(memory, prefix(10))
-    assert found == [[False] * 3, [True, True, False], [True, True, False]]
-    for _ in range(RECENT):
-        batches(kept, 1)
-        assert kept.find("b")
-    kept.keep("d", prefix(10))
-    assert kept.find("a") is None and kept.find("b") and kept.find("d")
 
 
 def test_what_sampling_shares_a_generator_keeps_nothing() -> None:

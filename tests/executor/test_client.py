@@ -36,7 +36,7 @@ from lm.backbone import load_backbone
 from memcompiler.cli import app
 from runtime.errors import StopReason
 from runtime.http import RemoteError
-from tests import vllm_engines
+from tests import command_sets, vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec
 
 ROOT = Path(__file__).parents[2]
@@ -83,11 +83,13 @@ class StandIn(http.server.BaseHTTPRequestHandler):
         if soft is not None:
             embeddings = torch.where((tokens == theirs.placeholder)[..., None], 0, embeddings)
             embeddings[tokens == theirs.placeholder] = soft
-        assert body["max_tokens"] == 1 and body["temperature"] == 0 and body["logprobs"]
+        assert body["max_tokens"] == 1 and body["temperature"] == 0
         logprobs = theirs.model(inputs_embeds=embeddings).logits[0, -1].log_softmax(-1)
-        found = {f"token_id:{t}": logprobs[t].item() for t in body["logprob_token_ids"]}
+        asked, allowed = body.get("logprob_token_ids", ()), body.get("allowed_token_ids", range(len(logprobs)))
+        assert bool(asked) == bool(body.get("logprobs", False))
+        found = {f"token_id:{t}": logprobs[t].item() for t in asked}
         read = [9999 if t == theirs.placeholder else t for t in ids]
-        choice: dict[str, Any] = {"token_ids": [int(logprobs.argmax())]}
+        choice: dict[str, Any] = {"token_ids": [max(allowed, key=lambda t: logprobs[t].item())]}
         if soft is None:
             choice |= {"logprobs": {"top_logprobs": [found]}, "prompt_token_ids": read}
             self.answer({"choices": [choice]})
@@ -136,6 +138,15 @@ def test_likelihoods_and_choices_are_those_of_the_model() -> None:
         ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
         assert ours.act(requests()) == theirs.act(requests()) and ours.act([]) == []
+
+
+@pytest.mark.seconds
+def test_answers_held_to_the_commands_are_those_of_the_model() -> None:
+    with standing_in() as (url, handler, _):
+        ours, theirs, asked = remote(url, mode="constrained"), handler.reference, command_sets.asked(requests())
+        theirs.mode = "constrained"
+        made = ours.act(asked)
+        assert made == theirs.act(asked) and {action.how for action in made} == {Grounding.CHOICE}
 
 
 def test_the_tree_asks_for_each_continuation_once() -> None:
@@ -203,7 +214,6 @@ def test_settings_say_what_is_missing() -> None:
             with pytest.raises(ValueError, match="url must be http"):
                 config(engine="http", url=url)
         assert config(engine="http", url="http://127.0.0.1:8000").url
-    assert ExecutorConfig(engine="http", url="http://127.0.0.1:8000", mode="guided").mode == "guided"
     http = {"engine": "http", "url": "http://127.0.0.1:8000"}
     with pytest.raises(ValueError, match="set engine to hf or vllm"):
         GrpoConfig(compiler=http)
@@ -275,11 +285,10 @@ def test_the_real_server_acts_as_hugging_face(monkeypatch: pytest.MonkeyPatch) -
         executor.mode, executor.max_new_tokens = "generate", 12
     asked = [*requests(), replace(request(2), admissible=None)]
     assert ours.act(asked) == theirs.act(asked)
-    ours.mode, ours.max_new_tokens = "guided", 40
-    made = ours.act(requests())
-    assert all(
-        a.action in (r.admissible or ()) and a.how is Grounding.EXACT for a, r in zip(made, requests(), strict=True)
-    )
+    for executor in (ours, theirs):
+        executor.mode = "constrained"
+    asked = [*command_sets.asked(requests()), replace(request(2), admissible=None)]
+    assert ours.act(asked) == theirs.act(asked)
     with pytest.raises(RemoteError, match="32"):
         narrow = replace(request(0).delivered, soft=torch.zeros(4, 32))
         ours.act([replace(request(0), delivered=narrow)])
@@ -310,6 +319,9 @@ def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: 
         ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
         assert ours.act(asked) == theirs.act(asked)
+        for executor in (ours, theirs):
+            executor.mode = "constrained"
+        assert ours.act(command_sets.asked(asked)) == theirs.act(command_sets.asked(asked))
         other = [replace(prompts[0], pictures=prompts[1].pictures)]  # the picture is read
         assert not torch.allclose(
             ours.candidate_logprobs(other, names[:1])[0], theirs.candidate_logprobs(prompts[:1], names[:1])[0]

@@ -17,7 +17,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock, executor_parts
 from executor.records import Grounding
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
 from lm.backbone import load_backbone, load_encoder
-from tests import vllm_engines
+from tests import command_sets, vllm_engines
 
 pytestmark = vllm_engines.marks
 
@@ -133,13 +133,17 @@ def test_log_probabilities_of_answers_equal_hugging_face() -> None:
         torch.testing.assert_close(said, again, atol=1e-4, rtol=0)
 
 
-def test_guided_answers_are_commands_though_not_always_the_likeliest() -> None:
-    ours, theirs = pair(max_new_tokens=40)
-    ours.mode = "guided"
-    asked = [request(i, soft=i != 1) for i in range(8)]
-    made, likeliest = ours.act(asked), theirs.act(asked)
-    assert all(a.action in r.admissible and a.how is Grounding.EXACT for a, r in zip(made, asked, strict=True))
-    assert [a.action for a in made] != [a.action for a in likeliest]  # why `choice` scores whole commands
+def test_answers_held_to_the_commands_equal_hugging_face() -> None:
+    ours, theirs = pair(mode="constrained", max_new_tokens=12)
+    asked = [
+        *command_sets.asked([request(i % 4, soft=i % 3 != 1) for i in range(40)]),
+        replace(request(2), admissible=None),
+    ]
+    made = ours.act(asked)
+    assert made == theirs.act(asked)
+    assert {a.how for a in made[:-1]} == {Grounding.CHOICE} and made[-1].how is Grounding.FREE
+    theirs.mode = "choice"
+    assert [a.action for a in made[:-1]] != [a.action for a in theirs.act(asked[:-1])]
 
 
 def test_what_precedes_the_soft_tokens_stays_in_the_prefix_cache() -> None:
@@ -258,10 +262,10 @@ def test_a_prompt_with_picture_reads_like_the_chat_message_of_its_parts() -> Non
     assert len(chat.prompt_token_ids) == len(prompt.ids) and said[0] == pytest.approx(said[1], abs=1e-4)
 
 
-def test_with_pictures_guided_answers_are_commands() -> None:
-    ours, _ = pair(vlm=True, mode="guided", max_new_tokens=40)
-    for action, asked in zip(ours.act(mixed()), mixed(), strict=True):
-        assert action.action in (asked.admissible or ()) and action.how is Grounding.EXACT
+def test_with_pictures_answers_held_to_the_commands_equal_hugging_face() -> None:
+    ours, theirs = pair(vlm=True, mode="constrained")
+    asked = command_sets.asked(mixed() * 3)
+    assert ours.act(asked) == theirs.act(asked)
 
 
 def test_what_precedes_soft_tokens_and_picture_stays_in_the_prefix_cache() -> None:

@@ -14,7 +14,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone
 from soft_mem.projector import Projector, ProjectorConfig
-from tests import tiny_models
+from tests import command_sets, tiny_models
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
 _SHAPE = {
@@ -79,6 +79,16 @@ def test_candidates_score_as_one_at_a_time(name):
         for i, (prompt, scores) in enumerate(zip(prompts, fast, strict=True)):
             slow = torch.stack([one_at_a_time(model, prompt, command) for command in COMMANDS[: 3 + i]])
             torch.testing.assert_close(scores, slow, atol=1e-3, rtol=1e-4)
+
+
+@every
+def test_answers_held_to_the_commands_are_those_of_one_row_at_a_time(name):
+    model = FrozenExecutor(backbone(name), "constrained", prefix_mib=64)
+    asked = command_sets.asked([request(i % 3) for i in range(12)])
+    made = model.act(asked)
+    for one, action in zip(asked, made, strict=True):
+        assert model.action_ids(action.action) == command_sets.masked(model, model.encode(one), one.admissible or ())
+        assert action.tokens_cached is None  # the cache of such a model cannot be cut
 
 
 @every
