@@ -47,6 +47,7 @@ from runtime.http import RefusedError, RemoteError, RemoteServer
 from runtime.processes import run_in_foreground
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
+_CACHED = "memcompiler_cached"  # key of a choice: tokens of its prompt from the server's prefix cache; None if untold
 # The likeliest token, whatever the server's defaults are.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "n": 1, "return_token_ids": True}
 # A chat template that writes the parts of the message and nothing else.
@@ -122,6 +123,7 @@ class RemoteExecutor(TokenExecutor):
         settings = {**_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True}
         answers = self._ask([prompts[i] for i in free], [()] * len(free), [settings] * len(free))
         decoded = {i: answer["token_ids"] for i, answer in zip(free, answers, strict=True)}
+        cached = {i: answer[_CACHED] for i, answer in zip(free, answers, strict=True)}
         rows = list(walks)
 
         def choose(unfinished: list[int]) -> list[int]:
@@ -130,10 +132,12 @@ class RemoteExecutor(TokenExecutor):
                 {**_GREEDY, "max_tokens": 1, "ignore_eos": True, "allowed_token_ids": walks[i].allowed} for i in at
             ]
             answers = self._ask([prompts[i] for i in at], [walks[i].path for i in at], asked)
+            for i, answer in zip(at, answers, strict=True):
+                cached.setdefault(i, answer[_CACHED])
             return [answer["token_ids"][0] for answer in answers]
 
         follow([walks[i] for i in rows], choose)
-        return [(list(walks[i].path) if i in walks else decoded[i], None) for i in range(len(prompts))]
+        return [(list(walks[i].path) if i in walks else decoded[i], cached[i]) for i in range(len(prompts))]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [[self.action_ids(name) for name in names] for names in candidates]
@@ -211,7 +215,9 @@ class RemoteExecutor(TokenExecutor):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _choice(self, answer: Any, ids: Sequence[int]) -> dict[str, Any]:
-        """Return the only choice of an answer. Raises: RefusedError, if the server has read other ids."""
+        """Return the only choice of an answer, with how many tokens of the prompt the server's cache held.
+
+        Raises: RefusedError, if the server has read other ids."""
         try:
             (choice,) = answer["choices"]
             read = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
@@ -225,7 +231,8 @@ class RemoteExecutor(TokenExecutor):
                 f"{self.server.url} read a prompt as other tokens than ours: its chat template must add nothing, and "
                 f"its tokenizer must be {self.name}'s. Start it by `{self.server.start}`"
             )
-        return choice
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        return {**choice, _CACHED: details.get("cached_tokens")}
 
 
 def _has_parts(prompt: Prompt) -> bool:
@@ -268,6 +275,7 @@ def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) 
         str(port),
         "--enable-prompt-embeds",
         "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
         "--generation-config",
         "vllm",
         "--chat-template",

@@ -31,12 +31,12 @@ from configs.training import GrpoConfig
 from executor.client import RemoteExecutor, _nodes
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from executor.records import Grounding
+from executor.records import ExecutorView, Grounding
 from lm.backbone import load_backbone
 from memcompiler.cli import app
 from runtime.errors import StopReason
 from runtime.http import RemoteError
-from tests import command_sets, vllm_engines
+from tests import chats, command_sets, vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec
 
 ROOT = Path(__file__).parents[2]
@@ -289,6 +289,15 @@ def test_the_real_server_acts_as_hugging_face(monkeypatch: pytest.MonkeyPatch) -
         executor.mode = "constrained"
     asked = [*command_sets.asked(requests()), replace(request(2), admissible=None)]
     assert ours.act(asked) == theirs.act(asked)
+    for executor in (ours, theirs):
+        executor.instructions, executor.reads = chats.RULES, ExecutorView(context="turns", past_soft=True)
+    growing = chats.growing(ours, 5)
+    assert ours.encode(growing[-1]).ids == theirs.encode(growing[-1]).ids
+    for before, asks in zip([None, *growing], growing, strict=False):
+        [action] = ours.act([asks])
+        assert [action] == theirs.act([asks])
+        held = 0 if before is None else len(ours.encode(before).ids) - chats.replaced(ours.encoder, before)
+        assert action.tokens_cached >= held // vllm_engines.BLOCK * vllm_engines.BLOCK
     with pytest.raises(RemoteError, match="32"):
         narrow = replace(request(0).delivered, soft=torch.zeros(4, 32))
         ours.act([replace(request(0), delivered=narrow)])

@@ -22,13 +22,13 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, Turn, executor_chat, executor_text
 from executor.records import ExecutorView
 from lm.endpoint import Endpoint
-from tests import tiny_models
+from tests import chats, tiny_models
 from tests.fakes import CountingEnv, Recorder, spec
 
 RULES, GOAL, FIRST = "Answer with one command.", "in home 1: put a mug in cabinet", "You see a shelf 1 and a cabinet 2."
 SAID = MemoryBlock(guidance="go to shelf 1", reason="in home 1 the mug was in shelf 1.", soft=torch.ones(4, 64))
 PAST = (Turn(FIRST, "go to shelf 1", SAID), Turn("On the shelf 1, you see a mug 1.", "take mug 1 from shelf 1"))
-TURNS, END = ExecutorView(context="turns"), "<|im_end|>\n<|im_start|>assistant\n"
+TURNS = ExecutorView(context="turns")
 
 
 def step(t: int, past: tuple[Turn, ...] = PAST, memory: str = "") -> StepInput:
@@ -90,12 +90,12 @@ def test_every_prompt_of_an_episode_extends_the_one_before_it_up_to_the_soft_tok
     played = find(delivery).create(compiler, 0)
     [episode] = run_episodes(CountingEnv, [spec(5)], played, model, EpisodeLimits(5))
     prompts = [one.executor_prompt_ids for one in episode.steps]
-    behind = len(model.encoder.chat_ids("\nSoft memory: ")) + 4 + len(model.encoder.chat_ids(END)) + 1
     for t, (before, after) in enumerate(pairwise(prompts)):
         soft = torch.ones(4, 64) if episode.steps[t].soft_read else None
-        assert model.encode(executor_request(recorded_step(episode, t, soft=soft), model)).ids == before
+        request = executor_request(recorded_step(episode, t, soft=soft), model)
+        assert model.encode(request).ids == before
         shared = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
-        assert shared >= len(before) - (0 if soft is None else behind)
+        assert shared >= len(before) - chats.replaced(model.encoder, request)
 
 
 def test_a_bound_drops_the_oldest_turns_whole_and_never_rules_goal_memory_or_the_newest() -> None:
@@ -155,3 +155,15 @@ def test_special_tokens_in_past_views_and_commands_are_text() -> None:
     marks = [model.tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")]
     clean = model.encode(executor_request(step(1), model))
     assert [prompt.ids.count(mark) for mark in marks] == [clean.ids.count(mark) for mark in marks]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("mode", ["choice", "constrained", "generate"])
+def test_the_prefix_cache_reads_only_what_is_new_step_by_step(mode: str, soft: bool) -> None:
+    cached, plain = executor(mode=mode, prefix_mib=64), executor(mode=mode)
+    requests = chats.growing(cached, 6, soft)
+    for before, request in zip([None, *requests], requests, strict=False):
+        [action] = cached.act([request])
+        assert [replace(action, tokens_cached=None)] == plain.act([request])
+        held = 0 if before is None else len(cached.encode(before).ids) - chats.replaced(cached.encoder, before)
+        assert action.tokens_cached >= held

@@ -14,14 +14,16 @@ from PIL import Image, ImageDraw
 
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_parts
-from executor.records import Grounding
+from executor.records import ExecutorView, Grounding
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
 from lm.backbone import load_backbone, load_encoder
-from tests import command_sets, vllm_engines
+from tests import chats, command_sets, vllm_engines
 
 pytestmark = vllm_engines.marks
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
+
+TURNS = ExecutorView(context="turns")
 
 
 def pair(vlm: bool = False, **kwargs: Any) -> tuple[VllmExecutor, FrozenExecutor]:
@@ -144,6 +146,18 @@ def test_answers_held_to_the_commands_equal_hugging_face() -> None:
     assert {a.how for a in made[:-1]} == {Grounding.CHOICE} and made[-1].how is Grounding.FREE
     theirs.mode = "choice"
     assert [a.action for a in made[:-1]] != [a.action for a in theirs.act(asked[:-1])]
+
+
+@pytest.mark.parametrize("mode", ["constrained", "generate"])
+@pytest.mark.parametrize("reads", [TURNS, replace(TURNS, past_soft=True)], ids=["newest", "kept"])
+def test_a_growing_chat_is_hugging_face_s_and_reads_only_what_is_new(mode: str, reads: ExecutorView) -> None:
+    ours, theirs = pair(mode=mode, reads=reads, instructions=chats.RULES, max_new_tokens=6)
+    requests = chats.growing(ours, 7)
+    for before, request in zip([None, *requests], requests, strict=False):
+        [action] = ours.act([request])
+        assert [action] == theirs.act([request])
+        held = 0 if before is None else len(ours.encode(before).ids) - chats.replaced(ours.encoder, before)
+        assert action.tokens_cached >= held // vllm_engines.BLOCK * vllm_engines.BLOCK
 
 
 def test_what_precedes_the_soft_tokens_stays_in_the_prefix_cache() -> None:
