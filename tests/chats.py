@@ -23,7 +23,8 @@ def growing(executor: Executor, steps: int, soft: bool = True) -> list[ExecutorR
         view = f"You see a cabinet {t}, and in it you see nothing."
         step = StepInput("put a mug in cabinet", view, admissible=COMMANDS, past=past, emission=emission, soft=tokens)
         requests.append(executor_request(step, executor))
-        block = MemoryBlock(guidance=emission.guidance, reason=emission.reason, soft=tokens)
+        read = tokens if emission.guidance else None
+        block = MemoryBlock(guidance=emission.guidance, reason=emission.reason, soft=read)
         past = (*past, Turn(view, COMMANDS[t % len(COMMANDS)], block))
     return requests
 
