@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from envs.base import Task, TaskSequence
 from memory.entry import MemoryEntry, WriteResult
 from memory.words import word_tokens
+
+
+Isolation = Literal["task", "scene"]
+"""What an episode never recalls from: episodes of its own task, or all episodes of its scene, as if the scene were new."""
 
 
 class BankError(RuntimeError):
@@ -94,6 +98,10 @@ class Query:
         k: maximal number of entries.
         text: a question about the committed traces. Systems that answer no questions use the task's goal.
         tokens: budget of the answer to a question, counted by `costs`.
+        isolation: episodes that nothing is recalled from.
+
+    Raises:
+        ValueError: isolation by scene for a task without one, which would leave nothing out.
     """
 
     task: Task
@@ -101,6 +109,11 @@ class Query:
     text: str = ""
     tokens: int | None = None
     costs: TokenCosts = ESTIMATED
+    isolation: Isolation = "task"
+
+    def __post_init__(self) -> None:
+        if self.isolation == "scene" and not self.task.scene:
+            raise ValueError(f"isolation by scene: task {self.task.id!r} has no scene to leave out; use isolation=task")
 
     @classmethod
     def question(
@@ -260,7 +273,9 @@ class MemorySystem(EntryStore, Protocol):
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         """Recall entries for each query before the first observation, without the task's own episodes.
 
-        Equal contents give equal results."""
+        With `isolation="scene"`, nothing is recalled that any episode of the task's scene contributed to, and no entry
+        names that scene as its origin: the result equals that of a memory without these episodes. Equal contents give
+        equal results."""
         ...
 
     def session(self, query: Query, first: Recall) -> Session:

@@ -34,7 +34,7 @@ STATES_TOKENS = 256
 
 @dataclass
 class HomeMemory:
-    """Both memories of one world. `world` names it in entry ids, `scene` in texts."""
+    """Both memories of one world. `world` names it in entry ids, `scene` is the origin of its entries."""
 
     world: str
     scene: str
@@ -197,11 +197,11 @@ class Karma(JournalMemory):
         self._scenes, self._folded = dict[str, tuple[HomeMemory, list[Trace]]](), 0
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        homes = [(query.task, self._home(query.task)) for query in queries]
+        homes = [(query.task, self._home(query)) for query in queries]
         return [Recall(home.entries(home.units(task.goal)), generated=True) for task, home in homes]
 
     def session(self, query: Query, first: Recall) -> EpisodeSession:
-        return EpisodeSession(self._home(query.task), query.task, first)
+        return EpisodeSession(self._home(query), query.task, first)
 
     def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
@@ -222,8 +222,14 @@ class Karma(JournalMemory):
             self._folded += 1
         return self._scenes
 
-    def _home(self, task: Task) -> HomeMemory:
-        """Return the memory of a task's scene without the task's own episodes."""
+    def _home(self, query: Query) -> HomeMemory:
+        """Return the memory of a task's scene without the task's own episodes.
+
+        All of KARMA is about one scene, so isolation by scene starts it empty: it holds what this episode sees.
+        """
+        task = query.task
+        if query.isolation == "scene":
+            return HomeMemory(one_line(task.scene), "", self.settings, self._tools)
         home, traces = self._known().get(task.scene, (None, []))
         if home is not None and all(trace.task.id != task.id for trace in traces):
             return home
