@@ -85,7 +85,8 @@ class MemoryBank:
         successes_only: bool = False,
     ) -> None:
         self.path, self.embed, self.successes_only = Path(path), embed, successes_only
-        self._wanted = text
+        self._wanted: EntryText | None = text  # as asked for
+        self._text: EntryText = "commands"  # as the opened table has it
         self._view: int | None = None  # the version of a read-only view
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
@@ -96,8 +97,8 @@ class MemoryBank:
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         """Write an entry per attempt."""
-        text = stored_text(self._open(create=self._view is None).schema)
-        return self.write(entry_of_trace(trace, text) for attempts in episodes for trace in attempts)
+        self._open(create=self._view is None)
+        return self.write(entry_of_trace(trace, self._text) for attempts in episodes for trace in attempts)
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         """Retrieve M for each task, sorted by id.
@@ -118,14 +119,16 @@ class MemoryBank:
     @property
     def text(self) -> EntryText:
         """Return the form of the entries' texts."""
-        return stored_text(self._open().schema)
+        self._open()
+        return self._text
 
     def _require_text(self, text: EntryText, source: str) -> None:
         """Open the bank, or create one for entries of this form. Raises: BankError, if it holds another one."""
         if self._wanted is None and self._table is None and find_table(self.path) is None:
             self._wanted = text
-        if (held := stored_text(self._open(create=True).schema)) != text:
-            raise BankError(f"{source} holds entries of text {text}, and {self.path} of text {held}: use a new bank")
+        self._open(create=True)
+        if self._text != text:
+            raise BankError(f"{source} holds entries of text {text}, {self.path} of text {self._text}: use a new bank")
 
     def session(self, query: Query, first: Recall) -> FixedSession:
         """Recall the same entries at every step, so that prompts share a cached prefix."""
@@ -151,7 +154,7 @@ class MemoryBank:
         if (nameless := next((entry for entry in batch if not entry.id), None)) is not None:
             raise ValueError(f"an entry needs an id (text: {nameless.text[:80]!r})")
         table = self._open(create=True)
-        rows = [entry_to_row(entry, stored_text(table.schema)) for entry in batch]
+        rows = [entry_to_row(entry, self._text) for entry in batch]
         with bank_errors(self.path):
             version, known = self._known_ids(table)
         fresh: dict[str, dict[str, Any]] = {}
@@ -288,7 +291,7 @@ class MemoryBank:
             "failures": len(rows) - successes,
             "scenes": len(counts["by_scene"]),
             "images": sum(row["images"] or 0 for row in rows),
-            "text": stored_text(pinned.table.schema),
+            "text": self._text,
             "embedding": embedding_info(pinned.table.schema),
             **counts,
         }
@@ -316,8 +319,8 @@ class MemoryBank:
     def import_jsonl(self, path: str | Path) -> WriteResult:
         """Append the entries of an export in batches; known ids are ignored.
 
-        Raises: BankError, for an invalid line, or one whose text has another form than the bank's. Earlier batches remain
-            in the bank."""
+        Raises: BankError, for an invalid line, or a text of another form than the bank's. Earlier batches remain in the
+            bank."""
         path, written = Path(path), WriteResult(0)
         with path.open(encoding="utf-8") as file:
             entries = (self._imported(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())
@@ -349,8 +352,8 @@ class MemoryBank:
                 f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import one "
                 f"(memcompiler bank import {self.path} FILE.jsonl)"
             )
-        check_schema(table.schema, self.embed, self.path, self._wanted)
-        self._table = table
+        check_schema(schema := table.schema, self.embed, self.path, self._wanted)
+        self._table, self._text = table, stored_text(schema)
         return table
 
     def _pin(self) -> _Pinned:

@@ -16,9 +16,8 @@ from envs.base import Task, TaskSequence
 from memory.entry import MemoryEntry, WriteResult
 from memory.words import word_tokens
 
-
 Isolation = Literal["task", "scene"]
-"""What an episode never recalls from: episodes of its own task, or all episodes of its scene, as if the scene were new."""
+"""What an episode recalls nothing from: episodes of its own task, or all episodes of its scene."""
 
 
 class BankError(RuntimeError):
@@ -171,11 +170,17 @@ class WorldSession(Protocol):
     """Memory of a sequence of tasks in one world that is never reset."""
 
     def session(self, query: Query) -> Session:
-        """Begin the world's next task."""
+        """Begin the world's next task. Raises: ValueError, for isolation by scene (`refuse_isolation`)."""
         ...
 
     def end(self, trace: Trace) -> None:
         """Update memory with a finished task."""
+
+
+def refuse_isolation(query: Query) -> None:
+    """Raise ValueError if a query of a living world is isolated by scene: its memory is about that scene."""
+    if query.isolation == "scene":
+        raise ValueError(f"task {query.task.id!r} of a living world: memory of one scene cannot leave that scene out")
 
 
 @runtime_checkable
@@ -312,6 +317,7 @@ class _CommittedLife:
     memory: MemorySystem
 
     def session(self, query: Query) -> Session:
+        refuse_isolation(query)
         [first] = self.memory.recall([query])
         return self.memory.session(query, first)
 

@@ -23,7 +23,7 @@ from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
 from memory.karma.units import HAND, ObjectUnit, ShortTerm, ask_states, goal_words
-from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
+from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace, refuse_isolation
 from memory.registry import MemorySpec, MemoryTools
 from memory.trajectory import one_line
 
@@ -121,6 +121,7 @@ class KarmaWorldSession:
         return object_of(entry_id)
 
     def session(self, query: Query) -> LivingSession:
+        refuse_isolation(query)
         return LivingSession(self.home, query.task)
 
     def end(self, trace: Trace) -> None:
