@@ -285,7 +285,7 @@ def test_an_explorer_and_isolation_by_scene_are_refused_where_they_would_do_noth
         config = EvalConfig.model_validate({"env": {"name": "scienceworld"}, "memory": memory})
         with pytest.raises(ConfigError, match=said):
             select_tasks(config, envs, "agentsquare")
-    with pytest.raises(ConfigError, match="memory.protocol living"):
+    with pytest.raises(ConfigError, match=r"memory\.protocol living"):
         load_config(EvalConfig, None, ["memory.protocol=living", "memory.isolation=scene"])
 
 
