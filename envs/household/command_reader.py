@@ -55,6 +55,7 @@ class HouseholdReader(CommandReader):
     view."""
 
     follows_recipes = False
+    lists_places = True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List taken things with their places."""
