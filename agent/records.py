@@ -260,8 +260,12 @@ class Episode:
 
 def refused(step: StepRecord) -> bool:
     """Return whether the action was no command, or the environment refused it."""
-    refusals = tuple(words for spec in loaded() for words in spec.refusals)
-    return step.grounding == "failed" or step.feedback.startswith(refusals)
+    return step.grounding == "failed" or is_refusal(step.feedback)
+
+
+def is_refusal(answer: str) -> bool:
+    """Return whether an environment's answer refuses an action."""
+    return answer.startswith(tuple(words for spec in loaded() for words in spec.refusals))
 
 
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
