@@ -68,7 +68,8 @@ class CommandTeacher:
         if errand is None:
             return Emission()
         state = request.state
-        notes, errands = Notes(state or BriefState(request.goal)), Errands(errand, request.memory, self._leads(request))
+        notes, by_kinds = Notes(state or BriefState(request.goal)), self.entry == "right"
+        errands = Errands(errand, request.memory, self._leads(request), by_kinds)
         if state is None:  # past answers are not known: every command counts as done
             for command in ("", *request.history[:-1]):
                 errands.note(notes, answered(command, ""))

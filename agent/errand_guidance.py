@@ -15,6 +15,7 @@ and `Errands.due` reads the state after them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -75,6 +76,12 @@ class Answered:
         return self.view.place or (place_of(self.command) if walked_in_vain or not self.refused else "")
 
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """List the places in front of the agent whose content the answer does not show."""
+        return self.view.facing or ((self.here,) if self.refused and self.command.startswith(GO) else ())
+
+
 def answered(command: str, text: str) -> Answered:
     """Read the answer to a command; "" for the first view, or for an answer that is not known and counts as done."""
     return Answered(command, text, read_view(text))
@@ -116,11 +123,13 @@ class Errands:
     Args:
         memory: entries; those of successful episodes of the errand's kind show its routine.
         leads: returns the places that M names for a need ("find mug"), given a text that names the scene's places.
+        by_kinds: begin a search at the kinds of places where M's entries found anything.
     """
 
     errand: Errand
     memory: tuple[MemoryEntry, ...]
     leads: Callable[[str, str], Sequence[Lead]]
+    by_kinds: bool = True
 
     # -- the Brief State ----------------------------------------------------------------------------------------------
 
@@ -232,24 +241,33 @@ class Errands:
         named, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
         if here in (*named, *unsearched) and last.view.closed:
             return Due(f"{OPEN}{here}", f"{here} is closed")
-        if here in named and last.refused:
-            return Due(f"examine {here}", f"what is in {here} is not known")
+        if unknown := [place for place in last.unseen if place in (*named, *unsearched)]:
+            return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
         if places := [place for place in named if place != here]:
             return Due(f"{GO}{places[0]}", self._why_there(notes, thing, places[0]))
-        if places := [place for place in unsearched if place != here]:
+        if places := [place for place in self._search_order(unsearched) if place != here]:
             return Due(f"{GO}{places[0]}", f"no {thing} so far, and {places[0]} is not searched")
         return None
+
+    def _search_order(self, unsearched: Sequence[str]) -> list[str]:
+        """Order places: first the kinds where M's entries found anything, most often first; then the rarest kinds."""
+        taken = (step for _, steps in self._routines() for step in steps if step.verb == "take")
+        found = Counter(kind_of(step.place) for step in taken if self.by_kinds)
+        left = Counter(map(kind_of, unsearched))
+        return sorted(unsearched, key=lambda place: (-found[kind_of(place)], left[kind_of(place)]))
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         places = notes.places(verb)
         if not holding or not places:
             return None
-        if last.here in places:
-            return Due(f"{verb} {holding} with {last.here}", cited)
+        if here := [place for place in (last.here, *last.view.facing) if place in places]:
+            return Due(f"{verb} {holding} with {here[0]}", cited)
         return Due(f"{GO}{places[0]}", cited)
 
     def _put(self, notes: Notes, last: Answered, holding: str, cited: str) -> Due | None:
         places, here = notes.places(self.errand.target), last.here
+        if unknown := [place for place in last.unseen if place in places]:
+            return Due(f"examine {unknown[0]}", f"whether {unknown[0]} is open is not known")
         if here not in places:
             return Due(f"{GO}{places[0]}", cited) if holding and places else None
         if last.view.closed or (last.refused and PUT.fullmatch(last.command)):

@@ -24,6 +24,7 @@ _SEEN = re.compile(
     r"(?:On the (?P<on>[a-z]+ \d+)|The (?P<open>[a-z]+ \d+) is open\. In it), you see (?P<things>[^.]*)\."
 )
 _CLOSED = re.compile(r"The (?P<place>[a-z]+ \d+) is closed\.")
+_FACING = re.compile(r"You are facing the (?P<places>[^.]*)\.")
 _NAME = re.compile(r"\b[a-z]+ \d+\b")
 _AT = re.compile(r"(?:go to|open|close|examine|.* (?:from|to|in/on|in|on|with)) (?P<place>[a-z]+ \d+)")
 
@@ -64,11 +65,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an answer shows of a place: its name, and its things; None where it is closed or not described."""
+    """What an answer shows of a place: its name, and its things; None where it is closed or not described.
+
+    `facing` lists the places at the agent's location, where the answer names them.
+    """
 
     place: str = ""
     closed: bool = False
     things: tuple[str, ...] | None = None
+    facing: tuple[str, ...] = ()
 
     def of_kind(self, kind: str) -> list[str]:
         """List the things of a kind in view."""
@@ -113,8 +118,10 @@ def read_view(text: str) -> View:
     """Parse what an answer shows of the place in front of the agent."""
     if m := _SEEN.search(text):
         return View(m["on"] or m["open"], things=tuple(_NAME.findall(m["things"])))
-    closed = _CLOSED.search(text)
-    return View(closed["place"], closed=True) if closed else View()
+    if m := _CLOSED.search(text):
+        return View(m["place"], closed=True)
+    facing = tuple(_NAME.findall(m["places"])) if (m := _FACING.search(text)) else ()
+    return View(facing[0] if facing else "", facing=facing)
 
 
 def listed_places(text: str) -> list[str]:
