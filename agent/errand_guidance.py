@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from agent.leads import Lead
@@ -74,7 +74,6 @@ class Answered:
         """Return the place in front of the agent, as far as command and answer tell it."""
         walked_in_vain = self.refused and self.command.startswith(GO)  # refused to an agent that is there
         return self.view.place or (place_of(self.command) if walked_in_vain or not self.refused else "")
-
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -135,8 +134,8 @@ class Errands:
 
     def note(self, notes: Notes, last: Answered) -> None:
         """Note the plan, what the last command did, and what the view shows."""
-        if not notes.state.current and not notes.state.completed:
-            notes.do(Create(PLAN, "; ".join(self.errand.subgoals)))
+        if not notes.state.current:
+            notes.do(Create(PLAN, "; ".join(self._plan(notes.state))))
         if (places := listed_places(last.text)) and notes.state.belief(UNSEARCHED) is None:
             self._list(notes, last.text, places)
         if last.command and not last.refused:
@@ -145,6 +144,13 @@ class Errands:
             self._note_refused(notes, last)
         if last.view.things is not None:
             self._note_seen(notes, last.view.place, last.view)
+
+    def _plan(self, state: BriefState) -> list[str]:
+        """List the subgoals; where all were done and the goal is not reached, those of one more thing."""
+        if not state.completed:
+            return self.errand.subgoals
+        again = replace(self.errand, count=1).subgoals
+        return again[1:] if kind_of(state.belief(HOLDING) or "") == self.errand.thing else again
 
     def _list(self, notes: Notes, text: str, places: Sequence[str]) -> None:
         """Note the scene's places by what they may be good for."""
@@ -205,7 +211,9 @@ class Errands:
         notes.put_places(UNSEARCHED, [other for other in notes.places(UNSEARCHED) if other != place])
 
     def _delivered(self, state: BriefState) -> str:
-        """Return the place that already received one of the things; "" if none did."""
+        """Return the place that received the first of two things; "" if none did."""
+        if self.errand.count == 1:
+            return ""
         put = next((m for done in state.completed if (m := PUT.fullmatch(done))), None)
         return put["place"] if put else ""
 
