@@ -15,13 +15,14 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from agent.errand_guidance import GO, HOLDING, OPEN, Due, Errands, Notes, answered
+from agent.expert import ExpertTeacher
 from agent.leads import Lead, find_leads, find_random_lead, rationales
 from agent.recipe_guidance import recipe_emission
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import BriefState
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
-from envs.command_reader import CommandReader
+from envs.command_reader import CommandReader, TeacherLevel
 from envs.household.command_reader import HouseholdReader
 from envs.household.errands import Errand, read_errand
 
@@ -57,8 +58,10 @@ class CommandTeacher:
         """Write the emission for a step."""
         related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
         request = replace(request, memory=tuple(related))
-        household = isinstance(self.reader, HouseholdReader)
-        said = self._errand(request) if household else recipe_emission(self.reader, request)
+        if isinstance(self.reader, HouseholdReader):
+            said = self._errand(request)
+        else:
+            said = recipe_emission(self.reader, request, self.entry, self.seed)
         drawn = random.Random(f"{self.seed} {task_id} {len(request.history)}").random()
         on_its_way = request.history and not said.guidance.startswith(GO)
         return Emission(ops=said.ops) if on_its_way and drawn < self.silence else said
@@ -104,3 +107,33 @@ def subgoal_words(notes: Notes, errand: Errand, due: Due) -> str:
         place = due.command.removeprefix(GO).removeprefix(OPEN)
         return f"{current} in {place}" if place != due.command else current
     return current.replace(errand.thing, notes.state.belief(HOLDING) or errand.thing, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """How the teacher without a model guides (`teacher_level` and `teacher_silence` of collect and eval)."""
+
+    level: TeacherLevel = "place"
+    silence: float = 0.0
+
+
+NAMES_PLACES = Teaching()
+
+
+def load_teacher(
+    reader: CommandReader,
+    teaching: Teaching = NAMES_PLACES,
+    seed: int = 0,
+    entry: Literal["right", "random", "none"] = "right",
+) -> ExpertTeacher | CommandTeacher:
+    """Create the teacher of a level; without places, level `place` becomes `command`.
+
+    Raises:
+        ValueError: the reader does not support the level.
+    """
+    level = "command" if teaching.level == "place" and entry == "none" else teaching.level
+    if level not in reader.levels:
+        raise ValueError(f"teacher_level {level}: {type(reader).__name__} supports {', '.join(reader.levels)}")
+    if level == "place" and entry != "none":
+        return ExpertTeacher(entry, seed, reader)
+    return CommandTeacher("subgoal" if level == "subgoal" else "command", entry, seed, reader, teaching.silence)

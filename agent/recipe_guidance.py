@@ -6,10 +6,12 @@ that most of them did next is due; a command of the most similar one is given as
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 from agent.leads import of_scene
 from agent.records import is_refusal
@@ -48,9 +50,20 @@ def words_of(text: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-def recipe_emission(reader: CommandReader, request: CompileRequest) -> Emission:
-    """Say which step most past episodes did next, or the way to the place where they did it; note the last step."""
+def recipe_emission(
+    reader: CommandReader, request: CompileRequest, entry: Literal["right", "random", "none"] = "right", seed: int = 0
+) -> Emission:
+    """Say which step most past episodes did next, or the way to the place where they did it; note the last step.
+
+    Args:
+        entry: "random": a control, which says any step of any entry. "none": another, which names no places.
+        seed: of the random step.
+    """
     ops, last = _last_step(reader, request)
+    if entry == "random":
+        steps = [step for _, step in step_pairs(reader, request.goal, request.memory)]
+        drawn = random.Random(f"{seed} {request.goal} {len(request.history)}").choice(steps or [""])
+        return Emission(drawn, because((last, drawn)), ops) if drawn else Emission(ops=ops)
     pairs = pairs_after(reader, step_pairs(reader, request.goal, request.memory), last)
     votes = Counter(following for _, following in pairs)
     known = words_of(" ".join((request.goal, request.observation, last, *request.history[-1:])))
@@ -58,7 +71,7 @@ def recipe_emission(reader: CommandReader, request: CompileRequest) -> Emission:
     if not likely:
         return Emission(ops=ops)
     pair = next(p for p in pairs if p[1] == likely[0])
-    guidance = _way_to(reader, request, pair) or pair[1]
+    guidance = (_way_to(reader, request, pair) if entry == "right" else "") or pair[1]
     repeated = guidance in request.history[-1:] and (is_refusal(request.observation) or guidance != pair[1])
     return Emission(ops=ops) if repeated else Emission(guidance, because(pair), ops)
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 from pydantic_core import ErrorDetails
 
 from configs.models import EndpointConfig, ExecutorConfig
+from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings, find
 from memory.registry import DEFAULT
 from memory.registry import find as find_memory
@@ -117,6 +118,11 @@ class CollectConfig(Settings):
     """Who compiles: the environment's expert, or the model at `api`."""
     api: EndpointConfig = EndpointConfig()
     """Endpoint of the endpoint teacher."""
+    teacher_level: TeacherLevel = "place"
+    """What the guidance says: the place where something is, what to do now (subgoal), or the next command."""
+    teacher_silence: float = Field(default=0.3, ge=0, le=1)
+    """Expert teacher, levels subgoal and command: share of the steps at which the executor is on its way already where
+    nothing is said."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of an endpoint teacher's emission."""
     attempts: int = Field(default=3, ge=1)
@@ -171,6 +177,10 @@ class CollectConfig(Settings):
             raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
         if self.teacher == "expert" and self.actor not in (None, "expert"):
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
+        if self.teacher == "expert":
+            require_teacher_level(self.env.name, self.teacher_level)
+        if self.teacher_level != "place" and self.gated_teacher:
+            raise ValueError("gated_teacher is for teacher_level place: other levels need the notes of every step")
         return self
 
     @model_validator(mode="after")
@@ -188,6 +198,13 @@ class CollectConfig(Settings):
         """Role that acts: `actor`, or an endpoint teacher where the environment has no expert (paper C.2)."""
         knows = self.teacher == "expert" or find(self.env.name).expert
         return self.actor or ("expert" if knows else "teacher")
+
+
+def require_teacher_level(environment: str, level: TeacherLevel) -> None:
+    """Raise ValueError if the environment's command reader does not support a level of guidance."""
+    levels = find(environment).reader.levels
+    if level not in levels:
+        raise ValueError(f"teacher_level {level}: environment {environment} supports {', '.join(levels)}")
 
 
 def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agent.command_teacher import CommandTeacher, Teaching, load_teacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeLimits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
@@ -42,7 +43,7 @@ from data_gen.rounds import play_round
 from data_gen.rows import SftRow, episode_rows, save_rows
 from data_gen.tasks import episode_specs, select_isolated_tasks
 from envs.base import Environment, Task
-from envs.registry import Environments, executor_instructions_for
+from envs.registry import Environments, command_reader_for, executor_instructions_for
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
 from memory.protocol import BankError, EntryStore, MemorySystem
@@ -53,7 +54,7 @@ from runtime.store import JsonLines, RecordError, to_json
 
 EPISODES = "episodes.jsonl"
 ENDPOINT_ROUND = 16  # default number of tasks in an endpoint's round, after which its bank grows
-Teacher = ExpertTeacher | EndpointTeacher
+Teacher = ExpertTeacher | CommandTeacher | EndpointTeacher
 console = Console(width=120)
 
 
@@ -164,6 +165,12 @@ def teacher_delivery(teacher: Teacher, brief_state: bool, gated_teacher: float =
     """Return the delivery with a teacher as compiler."""
     compiler = GatedTeacher(teacher, gated_teacher) if gated_teacher else teacher
     return Delivery("teacher", "compiled", compiler, soft=False, brief_state=brief_state)
+
+
+def load_collection_teacher(config: CollectConfig) -> ExpertTeacher | CommandTeacher:
+    """Create the expert teacher of a collection."""
+    teaching = Teaching(config.teacher_level, config.teacher_silence)
+    return load_teacher(command_reader_for(config.env), teaching, config.seed)
 
 
 def expert_actor(config: CollectConfig) -> ExpertExecutor:

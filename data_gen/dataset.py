@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from compiler.records import History
     from configs.collect import CollectConfig
 
 # -- filters -----------------------------------------------------------------------------------------------------------
@@ -56,17 +57,16 @@ def filter_rows(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[Sft
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def compiler_text(row: SftRow) -> str:
-    """Return the compiler's input as text, without instructions and pictures."""
+def compiler_text(row: SftRow, history: History = 1) -> str:
+    """Return the compiler's input as text, without instructions and pictures (`history`: `compiler.history`)."""
     from agent.records import compile_request
     from compiler.prompt import compiler_parts
 
     request = compile_request(replace(row, image=None).step_input())
-    return "".join(part.text for part in compiler_parts(request, images=False))
+    return "".join(part.text for part in compiler_parts(request, images=False, history=history))
 
 
 TEXTS: Mapping[str, Callable[[SftRow], str]] = {  # texts of a row, whose lengths are counted
-    "compiler input": compiler_text,
     "of it, memory": lambda row: row.memory_text,
     "emission": lambda row: row.emission,
     "action": lambda row: row.action,
@@ -84,14 +84,18 @@ def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
     return episodes
 
 
-def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+def statistics(
+    rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None, history: History = 1
+) -> dict[str, Any]:
     """Compute counts and length distributions of rows, as JSON.
 
     Args:
         tokenizer: also count lengths in tokens.
+        history: past commands in the compiler's input (`compiler.history`).
     """
     episodes = episodes_of(rows)
-    texts = {name: [text(row) for row in rows] for name, text in TEXTS.items()}
+    texts = {"compiler input": [compiler_text(row, history) for row in rows]}
+    texts |= {name: [text(row) for row in rows] for name, text in TEXTS.items()}
     found: dict[str, Any] = {
         "rows": len(rows),
         "episodes": len(episodes),
@@ -282,7 +286,7 @@ def dataset_card(origin: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str, Any]) -> None:
     """Write and print the rows' statistics, and write their card. `collected`: the content of collect.json."""
     played = {name: collected[name] for name in ("episodes", "successes")}
-    found = statistics(rows) | {"played": played, "dropped": collected["dropped"]}
+    found = statistics(rows, history=collected["history"]) | {"played": played, "dropped": collected["dropped"]}
     run.write_json("statistics.json", found)
     origin = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
     (run.path / "rows" / CARD).write_text(dataset_card(origin, found), encoding="utf-8")

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from agent.episode import EpisodeLimits, lost_episode, run_episodes
-from agent.expert import ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
 from data_gen.collect import (
     CollectionPlan,
     expert_actor,
+    load_collection_teacher,
     remaining_tasks,
     serialise_episode,
     sort_record,
@@ -26,7 +26,7 @@ from data_gen.experience import add_rationales
 from data_gen.memory_factory import open_memory
 from data_gen.tasks import episode_specs
 from envs.base import Task
-from envs.registry import Environments, command_reader_for
+from envs.registry import Environments
 from runtime.attempts import RetriedResults
 from runtime.progress import progress
 from runtime.worker_pool import ResultLine, WorkerPool, WorkUnit, ray_worker_pool, split_into_units
@@ -78,7 +78,7 @@ class CollectWorker:
     def __init__(self, config: CollectConfig, bank: Path, version: int) -> None:
         at_start = {"bank": str(bank), "version": version}
         self._config, self._bank = config, open_memory(config.memory.model_copy(update=at_start), bank)
-        self._envs, self._teacher = Environments(config.env), ExpertTeacher(reader=command_reader_for(config.env))
+        self._envs, self._teacher = Environments(config.env), load_collection_teacher(config)
 
     def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
         def on_episode(episode: Episode) -> None:

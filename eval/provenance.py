@@ -73,7 +73,9 @@ def identity_of_models(
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     """Hash instructions and layout of both prompts; None without a compiler."""
-    compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
+    history = getattr(compiler, "history", 0)
+    compiled = [compiler_parts(request, history=history) for request in (_COMPILE, _BARE)]
+    compile_layout = ["".join(part.text for part in parts) for parts in compiled]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),
         "executor_layout": sha256(executor_text(_ACT, SOFT_MARK)),

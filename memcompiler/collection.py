@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
@@ -17,6 +16,7 @@ from data_gen.collect import (
     CollectionPlan,
     Teacher,
     expert_actor,
+    load_collection_teacher,
     open_record,
     plan_collection,
     play_collection,
@@ -24,7 +24,7 @@ from data_gen.collect import (
 )
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from data_gen.ray_collect import play_on_ray
-from envs.registry import Environments, command_reader_for, compiler_instructions_for, find
+from envs.registry import Environments, compiler_instructions_for, find
 from executor.records import Executor
 from lm.endpoint import Endpoint
 from runtime import cluster
@@ -113,7 +113,7 @@ def _play_here(config: CollectConfig, of: CollectionPlan, envs: Environments, ru
 def _load_models(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Load teacher and actor; also return their endpoints by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(reader=command_reader_for(config.env)), expert_actor(config), {}
+        return load_collection_teacher(config), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
     teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_instructions_for(config.env))

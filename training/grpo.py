@@ -38,7 +38,7 @@ from agent.deliveries import find as find_delivery
 from agent.episode import EpisodeLimits, EpisodeSpec
 from agent.records import Episode
 from compiler import checkpoint
-from compiler.build import load_compiler, load_served_compiler, warn_about_executor_inputs
+from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs, warn_about_executor_inputs
 from compiler.gate import CompileGate, copy_gate, gate_for
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
@@ -133,6 +133,7 @@ def run_trainer(
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))
             warn_about_executor_inputs(checkpoint.executor_inputs(found), config.executor, str(found))
+            warn_about_compiler_inputs(checkpoint.compiler_inputs(found), config.compiler, str(found))
 
         engine = rollout_engine(config, envs, executor=actor, engines=engines, gate=gate)
         held_out_tasks = None

@@ -252,7 +252,7 @@ class RowCheck:
         compiler, executor = self._compiler, self._executor
         step = replace(row, image=None, memory_images=()).step_input(compiler.n_tokens if self._soft else 0)
         request = executor_request(step, executor)
-        texts = [part.text for part in compiler_parts(compile_request(step), images=False)]
+        texts = [part.text for part in compiler_parts(compile_request(step), images=False, history=compiler.history)]
         compiled = [compiler.instructions, *texts, row.emission]
         instructions = system_turn(executor.instructions, request, executor.reads.commands)
         acted = [instructions, executor_text(request, " "), row.action]
