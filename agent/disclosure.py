@@ -4,7 +4,7 @@ Fixed triggers on observable words show pieces of memory, without learning and w
 
 1. An entry is opened if its first line (the goal of its episode) shares at least `SHARED` words with the goal.
 2. The pieces of an open entry are its other lines, with lines of actions split into `STRETCH` actions each. An entry of
-   one line is one piece.
+   one line is one piece. Of a raw trajectory, the pieces are those of its commands and rationale.
 3. A piece is disclosed if it shares at least `SHARED` words with goal and view together, and one with the goal (a thing
    with its number, "cabinet 2", counts as one word). At most `PIECES` are shown, those with the most shared words
    first, then in the order of M.
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from compiler.brief_state import BriefState, Create, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
+from memory.trajectory import compact_text
 from memory.words import fold_text
 
 SHARED, PIECES, STRETCH = 2, 2, 3
@@ -55,7 +56,7 @@ def words(text: str) -> frozenset[str]:
 
 def _pieces(request: CompileRequest, goal: frozenset[str]) -> Iterator[str]:
     for entry in request.memory:
-        heading, *lines = entry.text.split("\n")
+        heading, *lines = compact_text(entry.text).split("\n")
         if not lines:
             yield heading
         for line in lines if len(words(heading) & goal) >= SHARED else ():

@@ -11,11 +11,14 @@ from pydantic_core import ErrorDetails
 from configs.models import EndpointConfig, ExecutorConfig
 from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings, find
+from memory.protocol import Isolation
 from memory.registry import DEFAULT
 from memory.registry import find as find_memory
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
 from runtime.settings import PathName, Seed, Settings, did_you_mean
+
+ExperienceActor = Literal["expert", "explorer"]
 
 
 class MemoryModels(Settings):
@@ -70,6 +73,12 @@ class MemoryConfig(MemoryModels):
     """Tokenizer that counts `tokens`: a Hugging Face name or folder."""
     pictures: int = Field(default=1, ge=0)
     """Maximum views of its episode that an entry stores (`EnvSpec.views`)."""
+    isolation: Isolation = "task"
+    """What an episode recalls nothing from. task: episodes of the same task. scene: all episodes of its scene, so that
+    seen scenes stand in for unseen ones."""
+    experience_actor: ExperienceActor = "expert"
+    """Who plays the episodes that fill the bank. explorer: the expert without its knowledge of where things are, which
+    searches places until it sees them."""
     experience_split: str | None = None
     """Split that the expert plays to fill the bank; null: the environment's default."""
     experience_limit: int | None = Field(default=None, ge=1)

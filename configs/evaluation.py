@@ -30,6 +30,12 @@ class EvalMemoryConfig(MemoryConfig):
     round: int = Field(default=1, ge=1)
     """online: episodes per round; memory is updated after each round."""
 
+    @model_validator(mode="after")
+    def _check_isolation(self) -> EvalMemoryConfig:
+        if self.living and self.isolation == "scene":
+            raise ValueError("memory.protocol living: its memory is of one world's scene; set memory.isolation=task")
+        return self
+
     @property
     def online(self) -> bool:
         return self.protocol == "online"

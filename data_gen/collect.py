@@ -46,7 +46,7 @@ from envs.base import Environment, Task
 from envs.registry import Environments, command_reader_for, executor_instructions_for
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
-from memory.protocol import BankError, EntryStore, MemorySystem
+from memory.protocol import BankError, EntryStore, Isolation, MemorySystem
 from runtime.attempts import ATTEMPTS, RetriedResults, failure_counts, failure_summary
 from runtime.errors import is_failure
 from runtime.progress import progress
@@ -70,6 +70,7 @@ class CollectionPlan:
     record: Path  # file of the episodes, in the order of `tasks`
     size: int  # tasks of a round, played concurrently
     k: int  # entries retrieved for a task
+    isolation: Isolation  # episodes that a task recalls nothing from
     limits: EpisodeLimits
     brief_state: bool  # the teacher has a Brief State
     gated_teacher: float  # share of the episodes in which only guided steps change it
@@ -116,6 +117,7 @@ def plan_collection(config: CollectConfig, envs: Environments, run: RunFolder) -
         record,
         size=size,
         k=config.memory.k,
+        isolation=config.memory.isolation,
         limits=limits,
         brief_state=config.brief_state,
         gated_teacher=config.gated_teacher,
@@ -144,7 +146,7 @@ def play_collection(of: CollectionPlan, make_env: Callable[[], Environment], tea
     rounds = play_round if of.grows else run_episodes  # a growing bank may want retries
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
         for start in range(0, len(left), of.size):
-            specs = episode_specs(left[start : start + of.size], of.bank, of.k)
+            specs = episode_specs(left[start : start + of.size], of.bank, of.k, of.isolation)
             episodes = rounds(
                 make_env,
                 specs,

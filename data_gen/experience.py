@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from agent.deliveries import Delivery
 from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.explorer import ExplorerExecutor
 from agent.records import Episode
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
@@ -33,6 +35,7 @@ from envs.base import Environment, EnvironmentFailure, Task
 from envs.manifest import Manifest
 from envs.registry import Environments, command_reader_for, environment_version, find
 from envs.spec import package_versions, source_sha256
+from executor.records import Executor
 from memory.protocol import MemorySystem, Trace
 from memory.trajectory import png_bytes
 from runtime.attempts import ATTEMPTS
@@ -56,13 +59,23 @@ EXPERT_STEPS = 200  # longer than any plan; many environments end an episode ear
 
 
 def require_expert(config: Config) -> None:
-    """Raise ConfigError if the environment has no expert to fill a bank."""
+    """Raise ConfigError if the environment has no expert to fill a bank, or no explorer where settings ask for it."""
     if not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert that could fill a memory bank: collect one with an endpoint as teacher "
             "(memcompiler collect teacher=endpoint actor=teacher api.model=NAME, docs/guides/endpoints.md) and name it "
             "(memory.bank=RUN/bank), or play without memory (memory.k=0)"
         )
+    if config.memory.experience_actor == "explorer" and not command_reader_for(config.env).lists_places:
+        raise ConfigError(
+            f"memory.experience_actor=explorer: the views of {config.env.name} do not list the places that an explorer "
+            "would search; set memory.experience_actor=expert"
+        )
+
+
+def experience_actor(config: Config) -> Executor:
+    """Return the executor that plays the episodes of a bank."""
+    return ExplorerExecutor(config.env.seed) if config.memory.experience_actor == "explorer" else ExpertExecutor()
 
 
 def experience_tasks(config: Config, envs: Environments, split: str, tasks: Sequence[Task]) -> list[Task]:
@@ -147,9 +160,15 @@ def open_experience_bank(
 
 
 def bank_facts(config: Config, bank: MemorySystem) -> dict[str, Any]:
-    """Return name, version and size of a bank for the record; a cached bank is named by its folder."""
+    """Return name, version and size of a bank and how it was isolated, for the record; a cached bank is named by its
+    folder."""
     name = config.memory.bank or bank.path.resolve().parent.name
-    return {"bank": name, "bank_version": bank.snapshot(), "bank_entries": len(bank)}
+    return {
+        "bank": name,
+        "bank_version": bank.snapshot(),
+        "bank_entries": len(bank),
+        "memory_isolation": config.memory.isolation,
+    }
 
 
 def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
@@ -160,6 +179,7 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
         "environment": env.model_dump(mode="json", exclude=set(env.HOW)),
         **environment_version(env.name, package_versions(spec.packages)),
         "expert_sha256": source_sha256(HASHED_SOURCES),
+        "actor": memory.experience_actor,
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": memory.pictures,
         "embed": memory.embedding_model,
@@ -182,12 +202,13 @@ def _fill(
     """
     initialise_memory(bank)
     left, started = tasks_without_episode(experience, bank), time.monotonic()
-    teacher, views = ExpertTeacher(reader=command_reader_for(config.env)), view_selection(config)
+    teacher = ExpertTeacher(reader=command_reader_for(config.env))
+    collect = partial(collect_experience, envs.lease, bank=bank, explainer=teacher, views=view_selection(config))
     with progress("experience", len(experience), len(experience) - len(left)) as advance:
-        lost = collect_experience(envs.lease, left, bank, teacher, views=views, on_episode=advance)
+        lost = collect(left, actor=experience_actor(config), on_episode=advance)
     for _ in range(ATTEMPTS - 1):
         if left := tasks_without_episode(experience, bank):
-            lost = collect_experience(envs.lease, left, bank, teacher, views=views)
+            lost = collect(left, actor=experience_actor(config))
     if lost:
         console.print(
             f"  experience: {len(lost)} of {len(experience)} tasks left no episode, first {_failure(lost[0])}"
@@ -257,8 +278,10 @@ def collect_experience(
     max_steps: int = EXPERT_STEPS,
     on_episode: Callable[[Episode], None] | None = None,
     round_size: int = ROUND,
+    actor: Executor | None = None,
 ) -> list[Episode]:
-    """Play tasks with the expert in rounds; commit each round's episodes to the bank with their rationales.
+    """Play tasks with the expert (or another `actor`) in rounds; commit each round's episodes to the bank with their
+    rationales.
 
     Returns:
         The broken episodes, which are not committed.
@@ -273,7 +296,7 @@ def collect_experience(
             make_env,
             specs,
             delivery=delivery,
-            executor=ExpertExecutor(),
+            executor=actor or ExpertExecutor(),
             limits=limits,
             concurrency=round_size,
             on_episode=on_episode,

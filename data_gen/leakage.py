@@ -244,13 +244,22 @@ def record_evaluation(
     seen scenes is legitimate if it is reported."""
     manifest = Manifest.of(config.env.name, (spec.task for spec in specs))
     training, why = _training_verdict(config, manifest)
-    own = sum(entry.provenance.task_id == spec.task.id for spec in specs for entry in spec.memory)
+    pairs = [(entry.provenance, spec.task) for spec in specs for entry in spec.memory]
+    own = sum(origin.task_id == task.id for origin, task in pairs)
+    same_scene = sum(bool(task.scene) and origin.scene == task.scene for origin, task in pairs)
     facts = {
         "clean": None if training is None else training.clean and not own,
         "training": None if training is None else training.to_json(),
         "unchecked": why,
-        # Retrieval skips entries of the task itself, so `retrieved_own` is 0.
-        "bank": {**asdict(audit_bank(bank.origins(), manifest.ids)), "retrieved_own": own},
+        # Retrieval skips entries of the task itself, so `retrieved_own` is 0; with isolation by scene, so is
+        # `retrieved_own_scene`.
+        "bank": {
+            **asdict(audit_bank(bank.origins(), manifest.ids)),
+            "isolation": config.memory.isolation,
+            "retrieved": len(pairs),
+            "retrieved_own": own,
+            "retrieved_own_scene": same_scene,
+        },
     }
     manifest.write(run.path / MANIFEST)
     run.write_json(LEAKAGE, facts)

@@ -85,7 +85,8 @@ class CollectWorker:
             add_rationales([episode], self._teacher)
             done(episode.task_id, serialise_episode(episode))
 
-        config, specs = self._config, episode_specs(list(unit.items.values()), self._bank, self._config.memory.k)
+        config, tasks, memory = self._config, list(unit.items.values()), self._config.memory
+        specs = episode_specs(tasks, self._bank, memory.k, memory.isolation)
         delivery, actor = (
             teacher_delivery(self._teacher, config.brief_state, config.gated_teacher),
             expert_actor(config),

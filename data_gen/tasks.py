@@ -19,7 +19,7 @@ from data_gen.memory_factory import open_memory
 from data_gen.rows import seeded_order
 from envs.base import Task
 from envs.registry import AnyEnvSettings, Environments
-from memory.protocol import MemorySystem, Query
+from memory.protocol import Isolation, MemorySystem, Query
 from runtime.store import read_json
 
 console = Console(width=120)
@@ -35,7 +35,8 @@ def select_tasks(
 
     Raises:
         ValueError: the split has no tasks.
-        ConfigError: the environment has no expert or no tasks to fill the bank.
+        ConfigError: the environment has no expert (or explorer) or no tasks to fill the bank, or its tasks have no
+            scenes to isolate.
     """
     experienced = experienced and config.memory.bank is None and config.memory.k > 0
     if experienced:
@@ -43,12 +44,26 @@ def select_tasks(
     tasks = envs.tasks(split)[: config.limit]
     if not tasks:
         raise ValueError(f"split {split} of {config.env.name} has no tasks: check split, limit and the data")
+    if config.memory.isolation == "scene" and not all(task.scene for task in tasks):
+        raise ConfigError(
+            f"memory.isolation=scene: tasks of {config.env.name} have no scene, so nothing would be left out; set "
+            "memory.isolation=task"
+        )
     return tasks, experience_tasks(config, envs, split, tasks) if experienced else []
 
 
-def episode_specs(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[EpisodeSpec]:
-    """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task's own episodes."""
-    version, queries = bank.snapshot(), [Query(task, k) for task in tasks]
+def episode_specs(
+    tasks: Sequence[Task], bank: MemorySystem, k: int, isolation: Isolation = "task"
+) -> list[EpisodeSpec]:
+    """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task's own episodes.
+
+    Args:
+        isolation: "scene" leaves out everything that episodes of the task's scene left, at every step.
+
+    Raises:
+        ValueError: isolation by scene for a task without one.
+    """
+    version, queries = bank.snapshot(), [Query(task, k, isolation=isolation) for task in tasks]
     return [
         EpisodeSpec(
             query.task,
@@ -131,9 +146,9 @@ def select_held_out_specs(
             )
         version = read_json(folder.parent / "collect.json")["bank_version"]
         at_end = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
-        specs += episode_specs(
-            tasks, open_memory(collection.memory.model_copy(update=at_end), folder), collection.memory.k
-        )
+        memory = collection.memory
+        bank = open_memory(memory.model_copy(update=at_end), folder)
+        specs += episode_specs(tasks, bank, memory.k, memory.isolation)
     return specs
 
 

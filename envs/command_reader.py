@@ -27,6 +27,7 @@ class CommandReader:
     scenes_alike = (
         False  # scenes resemble each other: a place in one suggests where to look in another (`similar_places`)
     )
+    lists_places = False  # the first view lists all places, by the names that commands go to (`agent.explorer`)
     follows_recipes = True  # guidance may give a plan's next command if past episodes did the same
 
     def related(self, goal: str, other: str) -> bool:

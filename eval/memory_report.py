@@ -19,8 +19,10 @@ from eval.metrics import succeeded
 from eval.plots import ACCENT, GRID, INK, MUTED, figure_of, plain, save_figure, titled
 from eval.runs import load_run
 from eval.table import percent
+from memory.bank import MemoryBank
 from memory.protocol import DisplaysContents, Graph, MemorySystem, Table
 from memory.registry import DEFAULT
+from memory.trajectory import compact_text
 
 ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
 
@@ -32,7 +34,9 @@ def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
         BankError: there is no memory.
         FileNotFoundError, ValueError: `run` is incomplete.
     """
-    memory, console = open_memory(MemoryConfig(system=stored_system(bank) or DEFAULT, bank=str(bank)), bank), Console()
+    system, console = stored_system(bank) or DEFAULT, Console()
+    settings = {"text": MemoryBank(bank).text} if system == MemoryBank.name else {}
+    memory = open_memory(MemoryConfig(system=system, settings=settings, bank=str(bank)), bank)
     tables = tables_of(memory)
     if run is not None:
         tables.append(recalled_in(load_run(run)[1](False), memory))
@@ -140,5 +144,5 @@ def _uses(episode: Episode, memory: MemorySystem) -> dict[str, bool]:
         for entry in episode.memory_at(t, memory):
             name = entry.id.rpartition("/")[0] if entry.id in episode.made else entry.id
             if not uses.get(name):
-                uses[name] = any(action and action in entry.text for action in actions[t:])
+                uses[name] = any(action and action in compact_text(entry.text) for action in actions[t:])
     return uses

@@ -63,7 +63,7 @@ class OnlineEvaluation:
         record: EpisodeRecord,
     ) -> None:
         self.tasks, self.delivery, self.record = tasks, delivery, record
-        self.k = find(delivery.name).entries(config.memory.k)
+        self.k, self.isolation = find(delivery.name).entries(config.memory.k), config.memory.isolation
         self.limits, self.size = limits_of(config), config.memory.round
         self.views: ViewSelection = view_selection(config)
         self._finished = set(record.played().get(delivery.name, ()))
@@ -80,7 +80,7 @@ class OnlineEvaluation:
         done = self._restore()
         with progress(f"online {self.delivery.name}", len(self.tasks), done) as advance:
             for start in range(done, len(self.tasks), self.size):
-                specs = episode_specs(self.tasks[start : start + self.size], self.memory, self.k)
+                specs = episode_specs(self.tasks[start : start + self.size], self.memory, self.k, self.isolation)
                 played = play_round(
                     make_env,
                     specs,

@@ -135,8 +135,9 @@ def specs_of(
 ) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
     """Retrieve the entries of each task; and the best entry only, if one of the deliveries uses it."""
     top = next((spec for spec in map(find, deliveries) if spec.memory == "top"), None)
-    top_specs = episode_specs(tasks, memory, top.entries(config.memory.k)) if top else []
-    return episode_specs(tasks, memory, config.memory.k), top_specs
+    k, isolation = config.memory.k, config.memory.isolation
+    top_specs = episode_specs(tasks, memory, top.entries(k), isolation) if top else []
+    return episode_specs(tasks, memory, k, isolation), top_specs
 
 
 # -- on Ray ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure
 from memory.karma.graph import SceneGraph, read_graph
 from memory.karma.units import HAND, ObjectUnit, read_unit
+from memory.trajectory import compact_text
 from runtime.parsing import parse_json_object, strings_in
 
 _GO, STUCK = "go to ", "look"
@@ -91,7 +92,7 @@ class PlannerInput:
         """List the places of things in memory: its units, the last put or take of trajectories, and the citations of
         compiled guidance."""
         found = list[ObjectUnit]()
-        for line in self.memory.split("\n"):
+        for line in "\n".join(map(compact_text, self.memory.split("\n\n"))).split("\n"):
             if unit := read_unit(line):
                 found.append(unit)
             elif " ; " in line:

@@ -159,7 +159,7 @@ def _recent(prompt: str) -> str:
 def _facts(prompt: str, sought: str, scene: str) -> list[str]:
     """List the places of the thing in this scene according to the prompt, the most reliable source first."""
     room = "\n".join(re.findall(rf"^In {re.escape(scene)}: .*$", prompt, re.MULTILINE))
-    entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n(.*)$", prompt, re.MULTILINE))
+    entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n((?:.+\n?)*)", prompt, re.MULTILINE))
     patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", prompt, re.MULTILINE)) else ""
     return [
         *re.findall(rf"\b{sought} \d+ is in {_PLACE}", prompt),

@@ -18,7 +18,7 @@ from data_gen.experience import episode_traces
 from data_gen.tasks import episode_specs
 from envs.base import Observation, Task, Transition
 from executor.records import Executor
-from memory.protocol import MemorySystem
+from memory.protocol import Isolation, MemorySystem
 from runtime.errors import EpisodeFailure
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Agent:
         memory: recalled from at every step, and written to by `end`; None for an agent without memory.
         delivery: how memory reaches the executor: `compiled`, `compiled_text`, `static`, `none`, ...
         k: entries to recall for a task.
+        isolation: "scene" recalls nothing that episodes of the task's scene left; the tasks then need scenes.
         seed: seed of the records; models with temperature 0 ignore it.
         gate: the compile gate (`mc.load_gate`), for the delivery `compiled_gated`.
         min_confidence: under `compiled_low_confidence`, the executor acts alone at or above this probability.
@@ -79,6 +80,7 @@ class Agent:
         *,
         delivery: str = "compiled",
         k: int = 4,
+        isolation: Isolation = "task",
         seed: int = 0,
         gate: Gate | None = None,
         min_confidence: float = 0.9,
@@ -88,7 +90,7 @@ class Agent:
             raise ValueError(f"delivery {delivery} is a control for evaluations: use `memcompiler eval`")
         self.memory = memory
         self._recalled_from = memory if spec.memory != "empty" else None
-        self._k = spec.entries(k)
+        self._k, self._isolation = spec.entries(k), isolation
         self._limits = EpisodeLimits(seed=seed, min_confidence=min_confidence)
         self._delivery, self._executor = spec.create(compiler, seed, gate=gate), executor
         self._runner: EpisodeRunner | None = None
@@ -103,7 +105,7 @@ class Agent:
         """
         task = Task(task_id or f"{SPLIT}/{uuid.uuid4().hex}", goal, scene, SPLIT, kind="")
         memory = self._recalled_from
-        [spec] = [EpisodeSpec(task)] if memory is None else episode_specs([task], memory, self._k)
+        [spec] = [EpisodeSpec(task)] if memory is None else episode_specs([task], memory, self._k, self._isolation)
         roles = Roles(
             env=_Outside(),
             task=task,

@@ -30,14 +30,14 @@ from memory.bank_table import (
     open_version,
     read_entries,
     row_to_entry,
+    stored_text,
 )
 from memory.entry import MemoryEntry, WriteResult, entry_from_json
-from memory.protocol import BankError, FixedSession, Query, Recall, Trace
+from memory.protocol import BankError, FixedSession, Isolation, Query, Recall, Trace
 from memory.registry import MemorySpec, MemoryTools
 from memory.retrieval import COLUMNS, BankRanker, RankedEntry, encodable, unit_rows
-from memory.trajectory import entry_of_trace, goal_without_scene
+from memory.trajectory import EntryText, TrajectorySettings, entry_of_trace, goal_without_scene
 from runtime.parsing import parse_json
-from runtime.settings import Settings
 from runtime.store import atomic_file
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 BATCH = 64  # entries per read of an iteration, with pictures
 READ_BATCH = 4096  # entries per read of the retriever, without pictures
+FORM = "form"  # key of an exported entry: the form of its text
 IMPORT_BATCH, IMPORT_BYTES = 4096, 2**26  # entries, or picture bytes, per commit of an import
 
 
@@ -69,12 +70,23 @@ class MemoryBank:
         path: the bank's folder, created by the first `write`. Reading a bank without writes raises BankError.
         embed: n texts -> (n, d) array. Entries then store the embedding of their goal, and retrieval ranks by cosine
             instead of by words. A bank has embeddings from its first write on, or never.
+        text: form of the entries' texts (`TrajectorySettings.text`), which a bank keeps; opening it with another one
+            raises BankError. None: the bank's own; commands for a new bank.
+        successes_only: recall entries of successful episodes only.
     """
 
     name: ClassVar[str] = "trajectory"
 
-    def __init__(self, path: str | Path, embed: Embed | None = None) -> None:
-        self.path, self.embed = Path(path), embed
+    def __init__(
+        self,
+        path: str | Path,
+        embed: Embed | None = None,
+        text: EntryText | None = None,
+        successes_only: bool = False,
+    ) -> None:
+        self.path, self.embed, self.successes_only = Path(path), embed, successes_only
+        self._wanted: EntryText | None = text  # as asked for
+        self._text: EntryText = "commands"  # as the opened table has it
         self._view: int | None = None  # the version of a read-only view
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
@@ -85,19 +97,38 @@ class MemoryBank:
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         """Write an entry per attempt."""
-        return self.write(entry_of_trace(trace) for attempts in episodes for trace in attempts)
+        self._open(create=self._view is None)
+        return self.write(entry_of_trace(trace, self._text) for attempts in episodes for trace in attempts)
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         """Retrieve M for each task, sorted by id.
 
         Sorting by rank would reveal the best entry by its position in the prompt, without reading the entries."""
-        tasks = {k: [query.task for query in queries if query.k == k] for k in {query.k for query in queries}}
-        found = {k: iter(self.retrieve(of_k, k)) for k, of_k in tasks.items()}
-        entries = (next(found[query.k]) for query in queries)
+        groups = dict[tuple[int, Isolation], list[Task]]()
+        for query in queries:
+            groups.setdefault((query.k, query.isolation), []).append(query.task)
+        found = {(k, isolation): iter(self.retrieve(of, k, isolation)) for (k, isolation), of in groups.items()}
+        entries = (next(found[query.k, query.isolation]) for query in queries)
         return [Recall(tuple(sorted(some, key=lambda entry: entry.id))) for some in entries]
 
     def merge_from(self, other: MemoryBank) -> WriteResult:
+        """Write another bank's entries. Raises: BankError, if their texts have another form."""
+        self._require_text(other.text, str(other.path))
         return self.write(other)
+
+    @property
+    def text(self) -> EntryText:
+        """Return the form of the entries' texts."""
+        self._open()
+        return self._text
+
+    def _require_text(self, text: EntryText, source: str) -> None:
+        """Open the bank, or create one for entries of this form. Raises: BankError, if it holds another one."""
+        if self._wanted is None and self._table is None and find_table(self.path) is None:
+            self._wanted = text
+        self._open(create=True)
+        if self._text != text:
+            raise BankError(f"{source} holds entries of text {text}, {self.path} of text {self._text}: use a new bank")
 
     def session(self, query: Query, first: Recall) -> FixedSession:
         """Recall the same entries at every step, so that prompts share a cached prefix."""
@@ -120,8 +151,10 @@ class MemoryBank:
                 f"{self.path} at version {self._view} is a read-only view: write to MemoryBank({str(self.path)!r})"
             )
         batch = [entries] if isinstance(entries, MemoryEntry) else list(entries)
-        rows = [entry_to_row(entry) for entry in batch]
+        if (nameless := next((entry for entry in batch if not entry.id), None)) is not None:
+            raise ValueError(f"an entry needs an id (text: {nameless.text[:80]!r})")
         table = self._open(create=True)
+        rows = [entry_to_row(entry, self._text) for entry in batch]
         with bank_errors(self.path):
             version, known = self._known_ids(table)
         fresh: dict[str, dict[str, Any]] = {}
@@ -152,7 +185,7 @@ class MemoryBank:
         if stored := embedding_info(schema):
             if self.embed is None:
                 raise BankError(f"{self.path} has embeddings: open it with embed=... ({stored}) to write to it")
-            texts = [goal_without_scene(row["goal"], row["scene"]) or row["text"] for row in rows]
+            texts = [goal_without_scene(row["goal"], row["scene"]) or row["words"] for row in rows]
             for row, vector in zip(rows, self._vectors(texts, schema), strict=True):
                 row["vector"] = vector
         return pa.Table.from_pylist(rows, schema=schema)
@@ -173,7 +206,7 @@ class MemoryBank:
 
     def at(self, version: int) -> MemoryBank:
         """Open a read-only view of `version`. Raises: BankError, for an unknown version."""
-        view = MemoryBank(self.path, self.embed)
+        view = MemoryBank(self.path, self.embed, self._wanted, self.successes_only)
         latest = view._pin().version
         if not 1 <= version <= latest:
             raise BankError(f"{self.path} has no version {version}: choose one from 1 to {latest} (the newest)")
@@ -183,10 +216,11 @@ class MemoryBank:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
+    def retrieve(self, tasks: Sequence[Task], k: int = 4, isolation: Isolation = "task") -> list[list[MemoryEntry]]:
         """Retrieve M = Retrieve(bank, goal) for each task from one version (`memory.retrieval`).
 
-        Returns at most `k` entries per task, best first, without the task's own episodes. Tasks share the entries."""
+        Returns at most `k` entries per task, best first, without the task's own episodes (with `isolation="scene"`,
+        without episodes of its scene). Tasks share the entries."""
         if k < 0:
             raise ValueError(f"k must not be negative, got {k}")
         if k == 0:
@@ -201,7 +235,9 @@ class MemoryBank:
             self._read_on(pinned)
             for task, vector in zip(tasks, vectors, strict=True):
                 if (task.id, task.goal, task.scene) not in ranked:
-                    ranked[task.id, task.goal, task.scene] = self._retriever.rank(task, k, vector)
+                    ranked[task.id, task.goal, task.scene] = self._retriever.rank(
+                        task, k, vector, isolation=isolation, successes_only=self.successes_only
+                    )
             entries = read_entries(pinned.table, {f.row for found in ranked.values() for f in found})
         return [[entries[f.id] for f in ranked[t.id, t.goal, t.scene]] for t in tasks]
 
@@ -255,6 +291,7 @@ class MemoryBank:
             "failures": len(rows) - successes,
             "scenes": len(counts["by_scene"]),
             "images": sum(row["images"] or 0 for row in rows),
+            "text": self._text,
             "embedding": embedding_info(pinned.table.schema),
             **counts,
         }
@@ -273,23 +310,33 @@ class MemoryBank:
 
     def export_jsonl(self, path: str | Path) -> int:
         """Write one JSON object per entry, pictures as base64; return their number. The file appears when complete."""
-        n = 0
+        n, form = 0, {FORM: self.text}
         with atomic_file(Path(path)) as file:
             for n, entry in enumerate(self, 1):  # noqa: B007
-                file.write((json.dumps(entry.to_json(), ensure_ascii=False) + "\n").encode())
+                file.write((json.dumps(entry.to_json() | form, ensure_ascii=False) + "\n").encode())
         return n
 
     def import_jsonl(self, path: str | Path) -> WriteResult:
         """Append the entries of an export in batches; known ids are ignored.
 
-        Raises: BankError, for an invalid line. Earlier batches remain in the bank."""
+        Raises: BankError, for an invalid line, or a text of another form than the bank's. Earlier batches remain in the
+            bank."""
         path, written = Path(path), WriteResult(0)
         with path.open(encoding="utf-8") as file:
-            entries = (_imported(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())
+            entries = (self._imported(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())
             for batch in _batches(entries):
                 written += self.write(batch)
         self._open(create=True)
         return written
+
+    def _imported(self, line: str, where: str) -> MemoryEntry:
+        try:
+            row = parse_json(line)
+            entry = entry_from_json(row)
+        except ValueError as e:
+            raise BankError(f"{where}: not a memory entry ({e}); expected a line of `memcompiler bank export`") from e
+        self._require_text("raw" if row.get(FORM) == "raw" else "commands", where)
+        return entry
 
     # -- the table ----------------------------------------------------------------------------------------------------
 
@@ -299,14 +346,14 @@ class MemoryBank:
             return self._table
         table = find_table(self.path)
         if table is None and create:
-            table = create_table(self.path, self.embed)
+            table = create_table(self.path, self.embed, self._wanted or "commands")
         if table is None:
             raise BankError(
                 f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import one "
                 f"(memcompiler bank import {self.path} FILE.jsonl)"
             )
-        check_schema(table.schema, self.embed, self.path)
-        self._table = table
+        check_schema(schema := table.schema, self.embed, self.path, self._wanted)
+        self._table, self._text = table, stored_text(schema)
         return table
 
     def _pin(self) -> _Pinned:
@@ -330,15 +377,8 @@ def _batches(entries: Iterable[MemoryEntry]) -> Iterator[list[MemoryEntry]]:
         yield batch
 
 
-def _imported(line: str, where: str) -> MemoryEntry:
-    try:
-        return entry_from_json(parse_json(line))
-    except ValueError as e:
-        raise BankError(f"{where}: not a memory entry ({e}); expected a line of `memcompiler bank export`") from e
+def _open(path: Path, settings: TrajectorySettings, tools: MemoryTools) -> MemoryBank:
+    return MemoryBank(path, tools.embed, settings.text, successes_only=settings.outcomes == "success")
 
 
-def _open(path: Path, settings: Settings, tools: MemoryTools) -> MemoryBank:
-    return MemoryBank(path, tools.embed)
-
-
-TRAJECTORY = MemorySpec(MemoryBank.name, Settings, _open)
+TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open)

@@ -13,6 +13,7 @@ from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
 from memory.registry import RESPONSES
 from memory.retrieval import encodable, unit_rows
+from memory.trajectory import EntryText, compact_text
 from runtime.lock import LOCK
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ UNFINISHED = ".making-"  # prefix of the temporary folder of a new table; a kill
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
 FOREVER = timedelta(days=36_500)  # LanceDB prunes versions older than a week by default
 CROWDED = 64  # minimal number of fragments (one per write) before a merge
-EMBED_NAME = b"memcompiler.embed"
+EMBED_NAME, ENTRY_TEXT = b"memcompiler.embed", b"memcompiler.text"  # keys of the schema's metadata
 
 
 def connect(path: Path) -> Any:
@@ -66,10 +67,10 @@ def find_table(path: Path) -> Table | None:
             raise BankError(f"{path}: {e}") from e
 
 
-def create_table(path: Path, embed: Embed | None) -> Table:
+def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") -> Table:
     """Create a bank's table, or open the one that another process has just created."""
     dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
-    schema = make_schema(dimension, getattr(embed, "name", ""))
+    schema = make_schema(dimension, getattr(embed, "name", ""), text)
     with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
@@ -110,7 +111,7 @@ def merge_small_writes(table: Table) -> None:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
+def make_schema(dimension: int | None, embed_name: str, text: EntryText = "commands") -> pa.Schema:
     import pyarrow as pa
 
     key = {b"lance-schema:unenforced-primary-key": b"true"}  # concurrent inserts of one id conflict and are retried
@@ -121,17 +122,21 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
         *(pa.field(c, pa.string(), nullable=False) for c in ("task_id", "scene", "goal", "split", "source")),
         pa.field("success", pa.bool_(), nullable=False),
         pa.field("actions", pa.list_(pa.string()), nullable=False),
-        pa.field("words", pa.string(), nullable=False),  # text and goal, for retrieval by words
+        pa.field("words", pa.string(), nullable=False),  # compact text and goal, for retrieval by words
     ]
     if dimension is not None:
         fields.append(pa.field("vector", pa.list_(pa.float32(), dimension), nullable=False))
-    return pa.schema(fields, metadata={EMBED_NAME: encodable(embed_name).encode()})
+    return pa.schema(fields, metadata={EMBED_NAME: encodable(embed_name).encode(), ENTRY_TEXT: text.encode()})
 
 
-def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
-    """Raise BankError for a table of another kind, or for an embedding other than the table's."""
+def check_schema(schema: pa.Schema, embed: Embed | None, path: Path, text: EntryText | None = None) -> None:
+    """Raise BankError for a table of another kind, or for an embedding or a text of entries other than the table's."""
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
+    if text is not None and (held := stored_text(schema)) != text:
+        raise BankError(
+            f"{path} holds entries of text {held}, not {text}: set memory.settings.text={held}, or fill another bank"
+        )
     if embed is None:
         return
     stored = embedding_info(schema)
@@ -143,6 +148,11 @@ def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
         raise BankError(f"{path} was written with the embedding {theirs}, not {ours}: open it with that, or {remedy}")
 
 
+def stored_text(schema: pa.Schema) -> EntryText:
+    """Return the form of a table's entry texts; a table that does not name it holds commands."""
+    return "raw" if (schema.metadata or {}).get(ENTRY_TEXT) == b"raw" else "commands"
+
+
 def embedding_info(schema: pa.Schema) -> dict[str, Any] | None:
     if "vector" not in schema.names:
         return None
@@ -150,14 +160,14 @@ def embedding_info(schema: pa.Schema) -> dict[str, Any] | None:
     return {"name": name, "dimension": schema.field("vector").type.list_size}
 
 
-def entry_to_row(entry: MemoryEntry) -> dict[str, Any]:
-    if not entry.id:
-        raise ValueError(f"an entry needs an id (text: {entry.text[:80]!r})")
+def entry_to_row(entry: MemoryEntry, text: EntryText = "commands") -> dict[str, Any]:
+    """Convert an entry to a row. Retrieval reads the same words from a raw entry as from one of commands."""
     origin = entry.provenance
     row = {"id": entry.id, "text": entry.text}
     row |= {column: getattr(origin, column) for column in ("task_id", "scene", "goal", "split", "source")}
     row = {column: encodable(value) for column, value in row.items()}
-    words = row["text"] if row["goal"] in row["text"] else f"{row['text']}\n{row['goal']}"
+    compact = compact_text(row["text"]) if text == "raw" else row["text"]
+    words = compact if row["goal"] in compact else f"{compact}\n{row['goal']}"
     actions = [encodable(action) for action in origin.actions]
     return {**row, "success": origin.success, "actions": actions, "images": list(entry.images), "words": words}
 

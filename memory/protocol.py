@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from envs.base import Task, TaskSequence
 from memory.entry import MemoryEntry, WriteResult
 from memory.words import word_tokens
+
+Isolation = Literal["task", "scene"]
+"""What an episode recalls nothing from: episodes of its own task, or all episodes of its scene."""
 
 
 class BankError(RuntimeError):
@@ -94,6 +97,10 @@ class Query:
         k: maximal number of entries.
         text: a question about the committed traces. Systems that answer no questions use the task's goal.
         tokens: budget of the answer to a question, counted by `costs`.
+        isolation: episodes that nothing is recalled from.
+
+    Raises:
+        ValueError: isolation by scene for a task without one, which would leave nothing out.
     """
 
     task: Task
@@ -101,6 +108,11 @@ class Query:
     text: str = ""
     tokens: int | None = None
     costs: TokenCosts = ESTIMATED
+    isolation: Isolation = "task"
+
+    def __post_init__(self) -> None:
+        if self.isolation == "scene" and not self.task.scene:
+            raise ValueError(f"isolation by scene: task {self.task.id!r} has no scene to leave out; use isolation=task")
 
     @classmethod
     def question(
@@ -158,11 +170,17 @@ class WorldSession(Protocol):
     """Memory of a sequence of tasks in one world that is never reset."""
 
     def session(self, query: Query) -> Session:
-        """Begin the world's next task."""
+        """Begin the world's next task. Raises: ValueError, for isolation by scene (`refuse_isolation`)."""
         ...
 
     def end(self, trace: Trace) -> None:
         """Update memory with a finished task."""
+
+
+def refuse_isolation(query: Query) -> None:
+    """Raise ValueError if a query of a living world is isolated by scene: its memory is about that scene."""
+    if query.isolation == "scene":
+        raise ValueError(f"task {query.task.id!r} of a living world: memory of one scene cannot leave that scene out")
 
 
 @runtime_checkable
@@ -260,7 +278,9 @@ class MemorySystem(EntryStore, Protocol):
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         """Recall entries for each query before the first observation, without the task's own episodes.
 
-        Equal contents give equal results."""
+        With `isolation="scene"`, nothing is recalled that any episode of the task's scene contributed to, and no entry
+        names that scene as its origin: the result equals that of a memory without these episodes. Equal contents give
+        equal results."""
         ...
 
     def session(self, query: Query, first: Recall) -> Session:
@@ -297,6 +317,7 @@ class _CommittedLife:
     memory: MemorySystem
 
     def session(self, query: Query) -> Session:
+        refuse_isolation(query)
         [first] = self.memory.recall([query])
         return self.memory.session(query, first)
 

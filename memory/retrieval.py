@@ -18,7 +18,8 @@ do not fill M.
 
 The lists are merged by reciprocal rank, 1/(i+1) here and 1/(j+2) elsewhere, *here* first where equal:
 here 0, here 1, elsewhere 0, here 2, elsewhere 1, here 3, ... For a hot mug in home 17 that is home 17's own mug, then
-alternately home 17's other objects and other scenes' mugs. A task without a scene has only *elsewhere*.
+alternately home 17's other objects and other scenes' mugs. A task without a scene, and one that is isolated from its
+scene, have only *elsewhere*.
 
 The result depends on the set of entries alone, not on the order or batches of writing.
 """
@@ -37,6 +38,7 @@ import numpy as np
 
 from envs.base import Task
 from memory.bm25 import BM25, idf
+from memory.protocol import Isolation
 from memory.trajectory import goal_without_scene
 from memory.words import search_terms, words
 
@@ -87,11 +89,20 @@ class BankRanker:
             self._scenes.setdefault(found.scene, array("i")).append(found.row)
         self._entries += fresh
 
-    def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[RankedEntry]:
+    def rank(
+        self,
+        task: Task,
+        k: int,
+        vector: np.ndarray | None = None,
+        isolation: Isolation = "task",
+        successes_only: bool = False,
+    ) -> list[RankedEntry]:
         """Return at most k entries, best first, without the task's own.
 
         Args:
             vector: the goal's embedding (d,), to rank by cosine instead of by words.
+            isolation: "scene" also leaves out all entries of the task's scene.
+            successes_only: leave out failed episodes.
         """
         if k <= 0 or not self._entries:
             return []
@@ -105,8 +116,9 @@ class BankRanker:
         else:
             in_scene = scores = self._by_vector(vector)
             rows = np.arange(len(self))
-        here = self._best(in_scene, of_scene, k, lambda f: f.task_id != own)
-        elsewhere = self._best(scores, rows, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
+        fits = lambda f: f.task_id != own and (f.success or not successes_only)
+        here = self._best(in_scene, of_scene, k, fits) if isolation == "task" else []
+        elsewhere = self._best(scores, rows, k, lambda f: fits(f) and not (scene and f.scene == scene))
         return merge_rankings(move_repeats_last(here), move_repeats_last(elsewhere), k)
 
     def _by_words(self, task: Task) -> NDArray[np.float32]:

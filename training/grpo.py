@@ -181,7 +181,7 @@ def training_specs(
         ids = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
         bank = open_memory(config.memory, out / "bank")
-    return episode_specs(tasks, bank, config.memory.k), bank_facts(config, bank)
+    return episode_specs(tasks, bank, config.memory.k, config.memory.isolation), bank_facts(config, bank)
 
 
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:

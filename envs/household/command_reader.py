@@ -56,6 +56,7 @@ class HouseholdReader(CommandReader):
 
     levels = ("place", "subgoal", "command")
     follows_recipes = False
+    lists_places = True
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List taken things with their places."""

@@ -156,7 +156,8 @@ def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[
     played: dict[str, list[Episode]] = {delivery: [] for delivery in DELIVERIES}
     with Environments(config.env) as envs:
         tasks, experience = select_tasks(config, envs, config.split or evaluation_split(config.env))
-        specs = episode_specs(tasks, open_experience_bank(config, envs, experience, out), config.memory.k)
+        bank = open_experience_bank(config, envs, experience, out)
+        specs = episode_specs(tasks, bank, config.memory.k, config.memory.isolation)
         limits = EpisodeLimits(max(BUDGETS[name]), config.seed)
         for delivery, episodes in played.items():
             for seed in seeds:

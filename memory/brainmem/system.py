@@ -8,13 +8,12 @@ step; the stored entries are guidelines, experiences and relations.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from envs.base import Task
 from envs.household.observation_parser import state_summary
 from memory.brainmem import agent, overview, working
 from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, topic_of
@@ -26,6 +25,8 @@ from memory.entry import MemoryEntry, Provenance, WriteResult
 from memory.journal import JournalMemory, Row
 from memory.protocol import Graph, Query, Recall, Record, Table, Trace
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
+
+MAX_SCENES = 16  # scenes whose knowledge without them is kept
 
 
 class BrainMem(JournalMemory):
@@ -43,6 +44,7 @@ class BrainMem(JournalMemory):
         super().__init__(path, until)
         self.settings, self._ask = settings or BrainMemSettings(), ask
         self._known = Knowledge(self.settings)
+        self._elsewhere = OrderedDict[str, tuple[Knowledge, int]]()  # by scene: without its episodes; rows read
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         if self._ask is None or not self.settings.semantic.enabled:
@@ -83,9 +85,28 @@ class BrainMem(JournalMemory):
             self._known.learn(row)
         return self._known
 
+    def knowledge_outside(self, scene: str) -> Knowledge:
+        """Return the knowledge that other scenes' episodes give, as if none of `scene` had been committed.
+
+        A language model's wordings of guidelines are left out, because they may summarise episodes of any scene: the
+        rules' texts stand for them.
+        """
+        known, read = self._elsewhere.pop(scene, None) or (Knowledge(self.settings), 0)
+        for row in (rows := self._journal.since(read)):
+            if row.attempts[0].task.scene != scene:
+                known.learn(replace(row, answers={k: v for k, v in row.answers.items() if k != "guidelines"}))
+        self._elsewhere[scene] = known, read + len(rows)
+        while len(self._elsewhere) > MAX_SCENES:
+            self._elsewhere.popitem(last=False)
+        return known
+
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        known = self.knowledge
-        return [Recall(_context(known, query.task), generated=True) for query in queries]
+        recalled = dict[int, Recall]()
+        scene_of = lambda n: queries[n].task.scene if queries[n].isolation == "scene" else ""
+        for n in sorted(range(len(queries)), key=scene_of):  # each scene's knowledge is built once
+            known = self.knowledge_outside(scene) if (scene := scene_of(n)) else self.knowledge
+            recalled[n] = Recall(_context(known, queries[n]), generated=True)
+        return [recalled[n] for n in range(len(queries))]
 
     def session(self, query: Query, first: Recall) -> BrainSession:
         return BrainSession(query, first, self.settings)
@@ -130,7 +151,7 @@ class BrainSession:
         earlier: Sequence[Trace] = (),
         lesson: str = "",
     ) -> None:
-        self._first, self._settings, self._task = first, settings, query.task
+        self._first, self._settings, self._task, self._origin = first, settings, query.task, _origin(query)
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
         self._now: GraphPosition | None = None
         self._taken = 0
@@ -142,7 +163,7 @@ class BrainSession:
     def recall(self, observation: str) -> Recall:
         self._now = self._now or GraphPosition.start(self._task, observation)
         added = {"Retry Guidance": self._guidance(self._now.state), "Working Memory": self._working()}
-        entries = [_entry(name, text, room=self._task.scene) for name, text in added.items() if text]
+        entries = [_entry(name, text, room=self._origin) for name, text in added.items() if text]
         return Recall((*self._first.entries, *entries), generated=True) if entries else self._first
 
     def _guidance(self, state: State) -> str:
@@ -176,10 +197,15 @@ class BrainSession:
         )
 
 
-def _context(known: Knowledge, task: Task) -> tuple[MemoryEntry, ...]:
-    """Return an entry per non-empty section of a task."""
-    sections = known.sections(topic_of(task), task.id)
-    return tuple(_entry(name, text, room=task.scene, actions=done) for name, (text, done) in sections.items())
+def _context(known: Knowledge, query: Query) -> tuple[MemoryEntry, ...]:
+    """Return an entry per non-empty section of a query's task."""
+    sections, origin = known.sections(topic_of(query.task), query.task.id), _origin(query)
+    return tuple(_entry(name, text, room=origin, actions=done) for name, (text, done) in sections.items())
+
+
+def _origin(query: Query) -> str:
+    """Return the scene that a query's sections are about; "" if they hold nothing of the task's scene."""
+    return query.task.scene if query.isolation == "task" else ""
 
 
 def _entry(

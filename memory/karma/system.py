@@ -23,7 +23,7 @@ from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
 from memory.karma.units import HAND, ObjectUnit, ShortTerm, ask_states, goal_words
-from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
+from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace, refuse_isolation
 from memory.registry import MemorySpec, MemoryTools
 from memory.trajectory import one_line
 
@@ -34,7 +34,7 @@ STATES_TOKENS = 256
 
 @dataclass
 class HomeMemory:
-    """Both memories of one world. `world` names it in entry ids, `scene` in texts."""
+    """Both memories of one world. `world` names it in entry ids, `scene` is the origin of its entries."""
 
     world: str
     scene: str
@@ -121,6 +121,7 @@ class KarmaWorldSession:
         return object_of(entry_id)
 
     def session(self, query: Query) -> LivingSession:
+        refuse_isolation(query)
         return LivingSession(self.home, query.task)
 
     def end(self, trace: Trace) -> None:
@@ -197,11 +198,11 @@ class Karma(JournalMemory):
         self._scenes, self._folded = dict[str, tuple[HomeMemory, list[Trace]]](), 0
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        homes = [(query.task, self._home(query.task)) for query in queries]
+        homes = [(query.task, self._home(query)) for query in queries]
         return [Recall(home.entries(home.units(task.goal)), generated=True) for task, home in homes]
 
     def session(self, query: Query, first: Recall) -> EpisodeSession:
-        return EpisodeSession(self._home(query.task), query.task, first)
+        return EpisodeSession(self._home(query), query.task, first)
 
     def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
@@ -222,8 +223,14 @@ class Karma(JournalMemory):
             self._folded += 1
         return self._scenes
 
-    def _home(self, task: Task) -> HomeMemory:
-        """Return the memory of a task's scene without the task's own episodes."""
+    def _home(self, query: Query) -> HomeMemory:
+        """Return the memory of a task's scene without the task's own episodes.
+
+        All of KARMA is about one scene, so isolation by scene starts it empty: it holds what this episode sees.
+        """
+        task = query.task
+        if query.isolation == "scene":
+            return HomeMemory(one_line(task.scene), "", self.settings, self._tools)
         home, traces = self._known().get(task.scene, (None, []))
         if home is not None and all(trace.task.id != task.id for trace in traces):
             return home

@@ -16,7 +16,7 @@ from envs.base import Task
 from envs.household.observation_parser import goal_objects, kind
 from memory.entry import MemoryEntry, WriteResult
 from memory.journal import Journal, Row
-from memory.protocol import ESTIMATED, FixedSession, Query, Recall, TokenCosts, Trace
+from memory.protocol import ESTIMATED, FixedSession, Isolation, Query, Recall, TokenCosts, Trace
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
 from memory.retrieval import Embed
 from memory.s3mem.index import Candidate, UnitIndex
@@ -33,7 +33,8 @@ MAX_INDEXES = 16  # cached indexes: rebuilding one takes milliseconds
 class S3Mem:
     """A `MemorySystem` of scene-event units.
 
-    Queries search one scope: the scene of their task if the memory knows it, else all units.
+    Queries search one scope: the scene of their task if the memory knows it, else all units; with isolation by scene,
+    the units of all other scenes.
 
     Args:
         until: number of journal rows to read (default: all).
@@ -54,7 +55,7 @@ class S3Mem:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
         self._units, self._rows = list[EventUnit](), 0
-        self._scopes = OrderedDict[tuple[str, str], UnitIndex]()
+        self._scopes = OrderedDict[tuple[str, str, Isolation], UnitIndex]()
 
     # writing ----------------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class S3Mem:
         return [self._recall(query) for query in queries]
 
     def _recall(self, query: Query) -> Recall:
-        index = self._index(query.task)
+        index = self._index(query.task, query.isolation)
         budget, how = float(query.tokens or self.settings.tokens), self.settings.representation
         if query.text:
             picks = self._pack(index, query.text, budget, query.costs)
@@ -119,14 +120,14 @@ class S3Mem:
         picks = {pick.unit.id: pick for pick in in_turn}
         return reading_order(list(islice(picks.values(), k)))
 
-    def _index(self, task: Task) -> UnitIndex:
+    def _index(self, task: Task, isolation: Isolation = "task") -> UnitIndex:
         """Return the cached index of a task's scope, without the units of its own episodes."""
         units = self.units
         scope = task.scene if any(unit.origin.scene == task.scene for unit in units) else ""
         left_out = task.id if any(unit.origin.task_id == task.id for unit in units) else ""
-        key = (scope, left_out)
+        key = (scope, left_out, isolation)
         if key not in self._scopes:
-            inside = (unit for unit in units if not scope or unit.origin.scene == scope)
+            inside = (u for u in units if not scope or (u.origin.scene == scope) == (isolation == "task"))
             others = [unit for unit in inside if not left_out or unit.origin.task_id != left_out]
             self._scopes[key] = UnitIndex(others, self.settings, self._embed)
             while len(self._scopes) > MAX_INDEXES:

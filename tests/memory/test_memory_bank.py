@@ -425,6 +425,7 @@ def test_inspect(bank: MemoryBank):
         "failures": 1,
         "scenes": 3,
         "images": 2,
+        "text": "commands",
         "embedding": None,
         "by_split": {"dev": 1, "train": 3},
         "by_source": {"trajectory": 4},
