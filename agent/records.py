@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from executor.records import Action, Executor
 
 
+# What memory an episode was given: all that retrieval finds, only entries of other scenes or other kinds of tasks, or
+# nothing (`data_gen.recall_mix`).
+ALL_KINDS, OTHER_SCENES, OTHER_KINDS, NOTHING = "all", "other scenes", "other kinds", "nothing"
 SOFT_MARK = "▪"  # replaces a soft token in recorded prompts
 
 
@@ -219,6 +222,7 @@ class Episode:
     memory_ids: tuple[str, ...] = ()  # of the entries recalled at the first step
     memory_text: str = ""
     bank_version: int | None = None
+    recall: str = ALL_KINDS  # what memory it was given
     made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that the memory generated, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False

@@ -159,6 +159,15 @@ class CollectConfig(Settings):
     """Split of the environment."""
     limit: PositiveInt | None = None
     """Maximum number of tasks."""
+    own_scene: float = Field(default=0.5, ge=0, le=1)
+    """Share of the episodes that may recall entries of their own scene; the others learn to guide in unseen scenes. No
+    effect where tasks have no scene."""
+    empty_memory: float = Field(default=0.05, ge=0, le=1)
+    """Share of the episodes that recall nothing, in which the teacher has nothing to say."""
+    other_kinds: float = Field(default=0.05, ge=0, le=1)
+    """Share of the episodes that recall entries of other kinds of tasks only."""
+    history: Literal[0, 1, "all"] = 1
+    """Past commands that an endpoint teacher reads beside the Brief State; set `compiler.history` to the same."""
     brief_state: bool = True
     """False: teacher and rows have no Brief State, for compilers without one (Table 3)."""
     gated_teacher: float = Field(default=0.0, ge=0, le=1)
@@ -186,6 +195,8 @@ class CollectConfig(Settings):
             raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
         if self.teacher == "expert" and self.actor not in (None, "expert"):
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
+        if self.empty_memory + self.other_kinds > 1:
+            raise ValueError("empty_memory and other_kinds are shares of the same episodes: their sum is above 1")
         if self.teacher == "expert":
             require_teacher_level(self.env.name, self.teacher_level)
         if self.teacher_level != "place" and self.gated_teacher:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def row_to_conversation(
     row: SftRow, instructions: str = "", images: bool = False, history: History = 1
 ) -> dict[str, Any]:
-    """Convert a row into a conversation (`history`: `compiler.history`). With `images`, every content is a list of parts, and `images` holds the
-    pictures (PNG) in the order of their parts."""
+    """Convert a row into a conversation. With `images`, every content is a list of parts, and `images` holds the
+    pictures (PNG) in the order of their parts. `history`: see `compiler_parts`."""
     parts = compiler_parts(compile_request(row.step_input()), images, history)
     turns = {
         "prompt": chat_messages(parts, instructions),

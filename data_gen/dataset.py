@@ -181,6 +181,8 @@ FIELDS: Mapping[str, str] = {
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "first": "the first observation of the episode",
+    "own_scene": "whether an entry of the memory was of the task's own scene",
+    "teacher_level": "what the guidance says: place, subgoal or command",
     "history": "the actions before the step",
     "commands": "what was possible, where executors are shown it; else empty",
     "emission": "the teacher's emission: the target of the text loss",
@@ -239,13 +241,18 @@ def provenance(rows: Path) -> dict[str, Any]:
     config = read_yaml(run / "config.resolved.yaml") if (run / "config.resolved.yaml").is_file() else {}
     environment, git = config.get("env"), _read_object(run / "environment.json").get("git")
     environment, git = (each if isinstance(each, dict) else {} for each in (environment, git))
+    collected = _read_object(run / "collect.json")
     facts = {
         "environment": environment.get("name"),
         "environment seed": environment.get("seed"),
         "split": config.get("split"),
         "tasks (SHA-256 of the manifest)": _read_object(run / "manifest.json").get("sha256"),
         "leakage": _VERDICTS.get(str(_read_object(run / "leakage.json").get("clean"))),
-        "teacher": _read_object(run / "collect.json").get("teacher"),
+        "teacher": collected.get("teacher"),
+        "teacher level": config.get("teacher_level"),
+        "past commands": config.get("history"),
+        "own scene": collected.get("own_scene"),
+        "memory of the episodes": _listed(collected["recall"]) if "recall" in collected else None,
         "noise": config.get("noise"),
         "seed": config.get("seed"),
         "MemCompiler commit": git.get("commit"),
@@ -288,7 +295,9 @@ def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str
     played = {name: collected[name] for name in ("episodes", "successes")}
     found = statistics(rows, history=collected["history"]) | {"played": played, "dropped": collected["dropped"]}
     run.write_json("statistics.json", found)
-    origin = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
+    origin = provenance(run.path / "rows")
+    origin |= {"teacher": collected["teacher"], "own scene": collected["own_scene"]}
+    origin["memory of the episodes"] = _listed(collected["recall"])
     (run.path / "rows" / CARD).write_text(dataset_card(origin, found), encoding="utf-8")
     print_statistics(found)
 

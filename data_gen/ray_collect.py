@@ -24,7 +24,7 @@ from data_gen.collect import (
 )
 from data_gen.experience import add_rationales
 from data_gen.memory_factory import open_memory
-from data_gen.tasks import episode_specs
+from data_gen.recall_mix import recall_mix
 from envs.base import Task
 from envs.registry import Environments
 from runtime.attempts import RetriedResults
@@ -85,8 +85,8 @@ class CollectWorker:
             add_rationales([episode], self._teacher)
             done(episode.task_id, serialise_episode(episode))
 
-        config, tasks, memory = self._config, list(unit.items.values()), self._config.memory
-        specs = episode_specs(tasks, self._bank, memory.k, memory.isolation)
+        config = self._config
+        specs = recall_mix(config).specs(list(unit.items.values()), self._bank, config.memory)
         delivery, actor = (
             teacher_delivery(self._teacher, config.brief_state, config.gated_teacher),
             expert_actor(config),

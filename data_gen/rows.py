@@ -57,6 +57,8 @@ class SftRow:
     memory_images: Pictures = ()  # of each entry; () if no entry has any
     commands: tuple[str, ...] = ()  # possible ones, for executors that see them (`EnvSpec.lists_commands`)
     first: str = ""  # first observation of the episode; "" in rows of an older version
+    own_scene: bool = True  # whether M held entries of the task's scene; True in rows of an older version
+    teacher_level: str = "place"  # what the teacher's guidance says (`teacher_level` of collect)
 
     @property
     def kind(self) -> Kind:
@@ -123,6 +125,7 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
                 memory_images=pictures if any(pictures) else (),
                 commands=step.admissible or () if commands else (),
                 first=episode.steps[0].observation,
+                own_scene=any(bool(episode.scene) and e.provenance.scene == episode.scene for e in memory),
             )
         )
         history = (*history, step.action)

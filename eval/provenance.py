@@ -19,7 +19,7 @@ from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
 from compiler.gate import CompileGate
 from compiler.prompt import compiler_parts
-from compiler.records import Compiler, CompileRequest
+from compiler.records import Compiler, CompileRequest, History
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
@@ -73,7 +73,7 @@ def identity_of_models(
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     """Hash instructions and layout of both prompts; None without a compiler."""
-    history = getattr(compiler, "history", 0)
+    history: History = getattr(compiler, "history", 0)
     compiled = [compiler_parts(request, history=history) for request in (_COMPILE, _BARE)]
     compile_layout = ["".join(part.text for part in parts) for parts in compiled]
     return {

@@ -16,6 +16,7 @@ from data_gen.collect import (
     CollectionPlan,
     Teacher,
     expert_actor,
+    expert_teacher_name,
     load_collection_teacher,
     open_record,
     plan_collection,
@@ -81,7 +82,7 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
     if (out / "collect.json").exists() and not record.due:
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
-    facts: dict[str, Any] = {"teacher": "the environment's expert"}
+    facts: dict[str, Any] = {"teacher": expert_teacher_name(config)}
     with Environments(config.env) as envs:
         collection = plan_collection(config, envs, run)
         (out / "collect.json").unlink(missing_ok=True)  # of the previous session: broken episodes are played again
@@ -116,7 +117,14 @@ def _load_models(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor,
         return load_collection_teacher(config), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
-    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_instructions_for(config.env))
+    teacher = EndpointTeacher(
+        endpoint,
+        attempts=config.attempts,
+        max_new_tokens=config.max_new_tokens,
+        environment=compiler_instructions_for(config.env),
+        level=config.teacher_level,
+        history=config.history,
+    )
     return teacher, actor, endpoints
 
 

@@ -45,9 +45,11 @@ from compiler.records import Decoding
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.experience import bank_facts, open_experience_bank
+from data_gen.held_out import split_held_out_specs
 from data_gen.leakage import MANIFEST
 from data_gen.memory_factory import open_memory
-from data_gen.tasks import episode_specs, select_isolated_tasks, split_held_out_specs
+from data_gen.recall_mix import recall_mix
+from data_gen.tasks import select_isolated_tasks
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
 from executor.base import TokenExecutor
@@ -181,7 +183,7 @@ def training_specs(
         ids = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
         bank = open_memory(config.memory, out / "bank")
-    return episode_specs(tasks, bank, config.memory.k, config.memory.isolation), bank_facts(config, bank)
+    return recall_mix(config).specs(tasks, bank, config.memory), bank_facts(config, bank)
 
 
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:
