@@ -72,8 +72,8 @@ class Answered:
     @property
     def here(self) -> str:
         """Return the place in front of the agent, as far as command and answer tell it."""
-        walked_in_vain = self.refused and self.command.startswith(GO)  # refused to an agent that is there
-        return self.view.place or (place_of(self.command) if walked_in_vain or not self.refused else "")
+        there = not self.refused or self.command.startswith(GO) or PUT.fullmatch(self.command)  # it may be closed
+        return self.view.place or (place_of(self.command) if there else "")
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -186,15 +186,15 @@ class Errands:
             elif m["thing"] == thing and not current.startswith("find "):
                 left = [f"find {thing}", current, *notes.state.pending]
                 notes.do(Update(PLAN, "; ".join(left)))
-                notes.put_places(thing, [m["place"], *notes.places(thing)])
+                notes.put_places(thing, [m["place"], *_without_one(notes.places(thing), m["place"])])
         elif (m := TREAT.match(command)) and current == f"{m['verb']} {m['thing']}":
             notes.do(Fold(command))
 
     def _note_refused(self, notes: Notes, last: Answered) -> None:
-        """Drop a place from what it may be good for, if a command at it was refused."""
+        """Drop a place that cannot even be looked at. Other refused commands may have been given elsewhere."""
         place = place_of(last.command)
-        if not place or last.command.startswith(GO) or PUT.fullmatch(last.command):
-            return  # the agent is there, or the place may have to be opened
+        if not last.command.startswith("examine ") or not place:
+            return
         for key in (*self._things(), self.errand.kind, self.errand.target, UNSEARCHED):
             if place in (listed := notes.places(key)):
                 notes.put_places(key, [other for other in listed if other != place])
@@ -249,7 +249,9 @@ class Errands:
         named, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
         if here in (*named, *unsearched) and last.view.closed:
             return Due(f"{OPEN}{here}", f"{here} is closed")
-        if unknown := [place for place in last.unseen if place in (*named, *unsearched)]:
+        unknown = [place for place in last.unseen if place in (*named, *unsearched)]
+        if unknown or (here in named and last.view.things is None):
+            unknown = unknown or [here]
             return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
         if places := [place for place in named if place != here]:
             return Due(f"{GO}{places[0]}", self._why_there(notes, thing, places[0]))

@@ -1,8 +1,8 @@
 """The endpoint teacher (paper C.2): a chat model behind an endpoint compiles, and writes rationales.
 
-It reads exactly what its student reads (M, b_t, the last command and o_t), and answers in the emission language. After an
-answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the last
-attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
+It reads exactly what its student reads (M, b_t, the last command and o_t), and answers in the emission language.
+After an answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the
+last attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
 (`data_gen.collect.valid_rows`).
 """
 
@@ -72,8 +72,8 @@ and when the mug has been taken:
 > in home 17 after take mug came heat mug with microwave | go to microwave 1
 ^ took mug 1 from cabinet 2""",
 }
-RULES = """This replaces what is said above of when to be silent. Take it from the memory: a place that it names; else, \
-where nothing is searched for, the next step of the routine that its entries of this kind of task show; while \
+RULES = """This replaces what is said above of when to be silent. Take it from the memory: a place that it names; \
+else, where nothing is searched for, the next step of the routine that its entries of this kind of task show; while \
 something is searched for and the memory's places are used up, a place not yet searched, opened where it is closed; \
 where the last command did nothing, or the agent repeats itself, another way. The reason cites the entry or the fact. \
 Stay silent where the memory holds no entry of this kind of task, whatever you know of such tasks from elsewhere."""
