@@ -114,7 +114,8 @@ def test_the_bank_grows_from_round_to_round(whole):
     requests = int((whole / "requests").read_text())
     account = summary["endpoints"]["teacher"]
     assert account["requests"] == requests
-    assert requests + account["from_cache"] == sum(len(e["steps"]) for e in episodes) + 5  # equal requests are paid once
+    steps = sum(len(e["steps"]) for e in episodes)
+    assert requests + account["from_cache"] == steps + 5  # equal requests are paid once
     assert (summary["malformed"], summary["misapplied"]) == (0, 0)
 
 
