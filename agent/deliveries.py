@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from agent.command_teacher import NAMES_PLACES, Teaching, load_teacher
 from agent.disclosure import RuleDisclosure
-from agent.expert import ExpertTeacher
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
 from compiler.language import Emission
@@ -58,8 +58,9 @@ class DeliverySpec:
     name: str
     label: str  # in tables and plots
     kind: Kind = "compiled"
-    # Creates the compiler from the trained one (None if none is loaded), the seed and the environment's command reader.
-    compiler: Callable[[Compiler | None, int, CommandReader], Compiler | None] = lambda *_: None
+    # Creates the compiler from the trained one (None if none is loaded), the seed, the environment's command reader and
+    # the settings of teachers without a model.
+    compiler: Callable[[Compiler | None, int, CommandReader, Teaching], Compiler | None] = lambda *_: None
     soft: bool = True
     brief_state: bool = True
     low_confidence_only: bool = False  # as in `Delivery`; the executor has to report its confidence
@@ -87,7 +88,12 @@ class DeliverySpec:
         return self.needs_checkpoint and self.soft and not self.interdependent
 
     def create(
-        self, trained: Compiler | None, seed: int, reader: CommandReader | None = None, gate: Gate | None = None
+        self,
+        trained: Compiler | None,
+        seed: int,
+        reader: CommandReader | None = None,
+        gate: Gate | None = None,
+        teaching: Teaching = NAMES_PLACES,
     ) -> Delivery:
         """Create the delivery that the loop runs.
 
@@ -95,9 +101,11 @@ class DeliverySpec:
             trained: the trained compiler.
             reader: the environment's command reader, for teachers.
             gate: the compile gate beside the compiler's checkpoint.
+            teaching: settings of teachers without a model.
 
         Raises:
-            ValueError: the delivery needs a trained compiler or a compile gate, and got none.
+            ValueError: the delivery needs a trained compiler or a compile gate, and got none; or a teacher that the
+                reader does not support.
         """
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
@@ -106,7 +114,7 @@ class DeliverySpec:
         return Delivery(
             name=self.name,
             kind=self.kind,
-            compiler=self.compiler(trained, seed, reader or CommandReader()),
+            compiler=self.compiler(trained, seed, reader or CommandReader(), teaching),
             soft=self.soft,
             brief_state=self.brief_state,
             low_confidence_only=self.low_confidence_only,
@@ -196,7 +204,7 @@ DELIVERIES = {  # in the order of tables and plots
             soft=False,
             needs_expert=True,
             control=True,
-            compiler=lambda _, seed, reader: ExpertTeacher("right", seed, reader),
+            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed),
         ),
         DeliverySpec(
             "expert_random_entry",
@@ -204,7 +212,15 @@ DELIVERIES = {  # in the order of tables and plots
             soft=False,
             needs_expert=True,
             control=True,
-            compiler=lambda _, seed, reader: ExpertTeacher("random", seed, reader),
+            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, "random"),
+        ),
+        DeliverySpec(  # with teacher_level place, it gives commands
+            "expert_no_places",
+            "expert, places unknown",
+            soft=False,
+            needs_expert=True,
+            control=True,
+            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, "none"),
         ),
         DeliverySpec(
             "compiled_shuffled_soft",

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from agent.batching import Backend, StepBatcher
 from agent.deliveries import Delivery, pasted_memory
 from agent.records import (
+    ALL_KINDS,
     Episode,
     EpisodeContext,
     StepInput,
@@ -65,6 +66,7 @@ class EpisodeSpec:
         memory: entries recalled for the task before the first observation.
         open_session: opens the memory session that recalls at every step; without it, `memory` is M throughout.
         next_attempt: opens the session of a further attempt after the given failed ones, or returns None.
+        recall: what memory the episode is given, for its record.
     """
 
     task: Task
@@ -72,6 +74,7 @@ class EpisodeSpec:
     bank_version: int | None = None
     open_session: Callable[[], Session] | None = None
     next_attempt: Callable[[Sequence[Trace]], Session | None] = lambda _: None
+    recall: str = ALL_KINDS
 
     @property
     def goal(self) -> str:
@@ -210,6 +213,7 @@ def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: EpisodeLimits) -
         delivery=delivery.name,
         seed=limits.seed,
         bank_version=spec.bank_version,
+        recall=spec.recall,
     )
 
 

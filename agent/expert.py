@@ -21,9 +21,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 from typing import ClassVar, Literal
 
+from agent.leads import Lead, answers, find_leads, find_random_lead, of_scene, rationales, scene_of
+from agent.recipe_guidance import because, pairs_after, step_pairs, words_of
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import MAX_ITEMS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
@@ -38,11 +40,6 @@ MAYBE, NOWHERE = "maybe ", "not where memory says"  # beliefs about a thing: pla
 MOST = 6  # places that the Brief State lists for a thing
 
 
-def of_scene(goal: str, entry: MemoryEntry) -> bool:
-    """Return whether an entry is of the goal's scene, or of an environment without scenes."""
-    return not entry.provenance.scene or goal.startswith(f"in {entry.provenance.scene}: ")
-
-
 def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | None:
     """Return the entry of the goal's scene whose episode took a thing that the goal names."""
     for word in re.findall(r"[a-z]+", goal.lower()):
@@ -51,15 +48,6 @@ def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | No
             if fact and fact[0] == word and goal.startswith(f"in {entry.provenance.scene}: "):
                 return entry
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Lead:
-    """A place to try, and the entry's fact that supports it."""
-
-    place: str
-    scene: str
-    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +77,7 @@ class ExpertTeacher:
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
         """Explain why each episode succeeded, or return how it stopped."""
-        return [
-            self.reader.rationale(episode.scene, [step.action for step in episode.steps])
-            if episode.success
-            else str(episode.stop_reason)
-            for episode in episodes
-        ]
+        return rationales(self.reader, episodes)
 
     def search(self, request: CompileRequest, plan: Sequence[str] | None) -> Search | None:
         """Return what the plan looks for at this step, and where it may be; None if it looks for nothing."""
@@ -102,10 +85,10 @@ class ExpertTeacher:
         if (need := self.reader.need(plan or [])) is None:
             return None
         leads = self._leads(request, need.need)
-        own = (lead for lead in leads if lead.fact.need == need.need and lead.scene == _scene(request.goal))
+        own = (lead for lead in leads if lead.fact.need == need.need and lead.scene == scene_of(request.goal))
         left = tuple(lead.place for lead in self._left(request, need.need, leads))
         seen = {*self.reader.searched(request.history), self.reader.place_without(need.need, request.observation)}
-        supported = [fact.place for _, fact in self._answers(request, need.need)]
+        supported = [fact.place for _, fact in answers(self.reader, request.memory, need.need)]
         vain = (
             p for p in seen.difference(left) if any(p == s or p in self.reader.similar_places(s, p) for s in supported)
         )
@@ -129,7 +112,8 @@ class ExpertTeacher:
     def _searching(self, request: CompileRequest, plan: Sequence[str], need: str, ops: list[Op]) -> Emission:
         """Name the best place that is not ruled out; nothing if the agent is there, or meets the need now."""
         right = self.entry == "right"
-        leads = self._leads(request, need) if right else self._random_lead(request, need)
+        random_lead = partial(find_random_lead, self.reader, request.goal, request.memory, seed=self.seed)
+        leads = self._leads(request, need) if right else random_lead(need, request.observation)
         left = self._left(request, need, leads)
         meets = right and self.reader.subgoals(plan[:1], request.goal, frozenset(plan[:1]))
         if meets or (left and left[0].place in self.reader.here(request.observation, request.history)):
@@ -143,39 +127,9 @@ class ExpertTeacher:
 
     # -- facts from M --------------------------------------------------------------------------------------------------
 
-    def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """List the places where the need is met according to M, best first.
-
-        This scene's places come first, in M's order (without scenes, by the number of entries that name them). Then
-        come the kinds of places that most entries of other scenes name (beside this scene's own, at least two).
-        """
-        here, elsewhere = list[_Lead](), list[_Lead]()
-        for entry, fact in self._answers(request, need):
-            lead = _Lead(fact.place, entry.provenance.scene, fact)
-            (here if of_scene(request.goal, entry) else elsewhere).append(lead)
-        known = self._known_places(request, need)
-        alike = [
-            _Lead(place, lead.scene, lead.fact)
-            for lead in elsewhere
-            for place in self.reader.similar_places(lead.place, known)
-        ]
-        ranked = dict[str, _Lead]()
-        own = here if _scene(request.goal) else _most_said(here)
-        for lead in (*own, *_most_said(alike, at_least=2 if here else 1)):
-            ranked.setdefault(lead.place, lead)
-        return list(ranked.values())
-
-    def _answers(self, request: CompileRequest, need: str) -> list[tuple[MemoryEntry, Fact]]:
-        """List the entries' facts about the need, each place once per entry; if there are none, about its kind."""
-        known = [(entry, self.reader.facts(entry.provenance.actions)) for entry in request.memory]
-        exact = any(fact.need == need for _, facts in known for fact in facts)
-        kind = self.reader.need_kind(need)
-        found = dict[tuple[int, str], tuple[MemoryEntry, Fact]]()
-        for number, (entry, facts) in enumerate(known):
-            for fact in facts:
-                if fact.need == need or (not exact and kind and self.reader.need_kind(fact.need) == kind):
-                    found.setdefault((number, fact.place), (entry, fact))
-        return list(found.values())
+    def _leads(self, request: CompileRequest, need: str) -> list[Lead]:
+        """List the places where the need is met according to M, best first."""
+        return find_leads(self.reader, request.goal, request.memory, need, self._known_places(request, need))
 
     def _known_places(self, request: CompileRequest, need: str) -> str:
         """Return a text that names this scene's places: the first view, later the Brief State's list."""
@@ -183,22 +137,6 @@ class ExpertTeacher:
             return request.observation
         listed = self._listed(request, need)
         return request.observation if listed is None else ", ".join(listed)
-
-    def _random_lead(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """Draw an entry that does not answer the need, and claim that its first place meets it."""
-        others = [
-            entry
-            for entry in request.memory
-            if (facts := self.reader.facts(entry.provenance.actions))
-            and (all(f.need != need for f in facts) or not (self.reader.scenes_alike or of_scene(request.goal, entry)))
-        ]
-        if not others:
-            return []
-        entry = random.Random(f"{self.seed} {request.goal}").choice(others)
-        place = self.reader.facts(entry.provenance.actions)[0].place
-        if self.reader.scenes_alike and not of_scene(request.goal, entry):
-            place = next(iter(self.reader.similar_places(place, request.observation)), "")
-        return [_Lead(place, _scene(request.goal), Fact(need, place))] if place else []
 
     def _next_step(self, request: CompileRequest, plan: Sequence[str]) -> tuple[str, str] | None:
         """Return (the plan's next command, what past episodes did here), if most did a command of this shape.
@@ -209,23 +147,14 @@ class ExpertTeacher:
         if not self.reader.follows_recipes or not self.reader.steps(plan[:1]) or plan[0] in request.history[-1:]:
             return None
         step, last = plan[0], ["", *self.reader.steps(request.history)]
-        pairs = [
-            pair
-            for entry in request.memory
-            if entry.provenance.success and of_scene(request.goal, entry)
-            for steps in [["", *self.reader.steps(entry.provenance.actions)]]
-            for pair in pairwise(steps)
-        ]
-        shape = self.reader.shape
-        after = [p for p in pairs if p[0] == last[-1]] or [p for p in pairs if shape(p[0]) == shape(last[-1])]
+        shape, after = self.reader.shape, step_pairs(self.reader, request.goal, request.memory)
+        after = pairs_after(self.reader, after, last[-1])
         votes = Counter(shape(following) for _, following in after)
         if not after or votes[shape(step)] < max(votes.values()):
             return None
-        before, following = min((p for p in after if shape(p[1]) == shape(step)), key=lambda p: p[1] != step)
-        seen = _words(" ".join((following, request.goal, request.observation, *request.history)))
-        if not _words(step) <= seen:
-            return None
-        return step, f"after {before} came {following}" if before else f"it began with {following}"
+        pair = min((p for p in after if shape(p[1]) == shape(step)), key=lambda p: p[1] != step)
+        seen = words_of(" ".join((pair[1], request.goal, request.observation, *request.history)))
+        return (step, because(pair)) if words_of(step) <= seen else None
 
     # -- the Brief State ----------------------------------------------------------------------------------------------
 
@@ -290,7 +219,7 @@ class ExpertTeacher:
         """Return the places that a lead may name; None for the control, whose leads are random places."""
         return self._listed(request, need) if self.entry == "right" else None
 
-    def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:
+    def _left(self, request: CompileRequest, need: str, leads: Sequence[Lead]) -> list[Lead]:
         """Leave out the places that view, Brief State or (without a list of places to try) history rule out. History
         proves a visit, not that nothing was found, so the list takes precedence."""
         been = self.reader.searched(request.history) if self._to_choose_from(request, need) is None else ()
@@ -314,25 +243,10 @@ class ExpertTeacher:
         return Emission("search elsewhere", f"memory knows no other place for {thing}", (*ops, note))
 
 
-def _scene(goal: str) -> str:
-    return goal.split(":")[0].removeprefix("in ") if goal.startswith("in ") else ""
-
-
 def _noted_of(state: BriefState | None, place: str) -> tuple[str, ...]:
     """List what a place lacks, according to the state."""
     known = state.belief(place) if state is not None else None
     return tuple(known.split(", ")) if known else ()
-
-
-def _most_said(leads: Sequence[_Lead], at_least: int = 1) -> list[_Lead]:
-    """Return the first lead to each place, by how many leads name it; drop places with fewer than `at_least`."""
-    votes = Counter(lead.place for lead in leads)
-    first = {lead.place: lead for lead in reversed(leads)}
-    return [first[place] for place, n in votes.most_common() if n >= at_least]
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 @dataclass(slots=True)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from executor.records import Action, Executor, ExecutorView
 
 
+# What memory an episode was given: all that retrieval finds, only entries of other scenes or other kinds of tasks, or
+# nothing (`data_gen.recall_mix`).
+ALL_KINDS, OTHER_SCENES, OTHER_KINDS, NOTHING = "all", "other scenes", "other kinds", "nothing"
 SOFT_MARK = "▪"  # replaces a soft token in recorded prompts
 
 
@@ -238,6 +241,7 @@ class Episode:
     memory_ids: tuple[str, ...] = ()  # of the entries recalled at the first step
     memory_text: str = ""
     bank_version: int | None = None
+    recall: str = ALL_KINDS  # what memory it was given
     made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that the memory generated, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False
@@ -279,8 +283,12 @@ class Episode:
 
 def refused(step: StepRecord) -> bool:
     """Return whether the action was no command, or the environment refused it."""
-    refusals = tuple(words for spec in loaded() for words in spec.refusals)
-    return step.grounding == "failed" or step.feedback.startswith(refusals)
+    return step.grounding == "failed" or is_refusal(step.feedback)
+
+
+def is_refusal(answer: str) -> bool:
+    """Return whether an environment's answer refuses an action."""
+    return answer.startswith(tuple(words for spec in loaded() for words in spec.refusals))
 
 
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:

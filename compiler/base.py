@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled, soft_is_read
+from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled, soft_is_read
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
@@ -36,6 +36,7 @@ class TokenCompiler:
     decoding: Decoding
     speed: Speed
     instructions: str
+    history: History  # past commands in the prompt (`compiler.prompt.compiler_parts`)
     generator: torch.Generator  # on the projector's device
     weight_version: int  # training increments it with every update; stored in every compilation
     context: int | None  # context length of the model in tokens; None if unknown
@@ -51,7 +52,8 @@ class TokenCompiler:
 
     def encode(self, request: CompileRequest) -> Prompt:
         """Encode a request as token ids and pictures."""
-        return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
+        parts = compiler_parts(request, images=self.encoder.is_vlm, history=self.history)
+        return self.encoder.encode(parts, self.instructions)
 
     @torch.no_grad()
     def compile(

@@ -128,6 +128,16 @@ def warn_about_executor_inputs(trained: Mapping[str, Any] | None, executor: Exec
     log.warning("the compiler of %s %s; this run has %s", compiler, was, shown(executor.reading))
 
 
+def warn_about_compiler_inputs(trained: Mapping[str, Any] | None, config: CompilerConfig, compiler: str) -> None:
+    """Warn if the compiler reads other inputs than in training."""
+    before = {"history": 0}  # of checkpoints that do not record it
+    if (trained := {**before, **(trained or {})}) != config.reading:
+        shown = lambda reading: " ".join(f"compiler.{name}={value}" for name, value in reading.items())
+        log.warning(
+            "the compiler of %s was trained with %s; this run has %s", compiler, shown(trained), shown(config.reading)
+        )
+
+
 def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
     """Read the configuration of a checkpoint's adapter, and warn where the settings differ from it."""
     from compiler import checkpoint
@@ -155,4 +165,5 @@ def _common(config: CompilerConfig, instructions: str) -> dict[str, Any]:
         "decoding": Decoding(config.temperature, config.max_new_tokens, config.batch_size),
         "instructions": compiler_instructions(instructions) if config.instructions == "full" else "",
         "speed": config.speed,
+        "history": config.history,
     }

@@ -132,6 +132,11 @@ def executor_inputs(folder: Path) -> dict[str, Any] | None:
     return read_state(folder).get("executor_reads")
 
 
+def compiler_inputs(folder: Path) -> dict[str, Any] | None:
+    """Return what the compiler read in training (`CompilerConfig.reading`); None if it was not recorded."""
+    return read_state(folder).get("compiler_reads")
+
+
 def environment(folder: Path) -> str | None:
     """Return the name of the training environment; None if it was not recorded."""
     return read_state(folder).get("environment")

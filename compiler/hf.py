@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.decoding import Decoder
-from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, never_cancelled
+from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.device import to_device
@@ -47,6 +47,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         lora: Lora | LoraConfig | None = None,
         seed: int = 0,
         speed: Speed | None = None,
+        history: History = 1,
     ) -> None:
         super().__init__()
         if projector.config.d_compiler != backbone.hidden_size:
@@ -55,6 +56,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
             )
         self.backbone, self.encoder, self.context = backbone, backbone, backbone.context
         self.decoding, self.instructions, self.speed = decoding or Decoding(), instructions, speed or Speed()
+        self.history: History = history
         self.projector = projector.to(backbone.device)
         backbone.model.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model

@@ -12,7 +12,7 @@ from PIL import Image
 
 from compiler.brief_state import render_brief_state
 from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
-from compiler.records import CompileRequest
+from compiler.records import CompileRequest, History
 from lm.prompt import PromptPart, merge_text_parts
 from memory.entry import MemoryEntry
 from runtime.parsing import without_newlines
@@ -33,9 +33,14 @@ def compiler_instructions(environment: str = "") -> str:
     return f"{INSTRUCTIONS}\n\n{environment}" if environment else INSTRUCTIONS
 
 
-def compiler_parts(request: CompileRequest, images: bool = True) -> list[PromptPart]:
-    """Write the user turn; with images=False (a text-only compiler) without pictures."""
-    parts = [*_memory(request.memory, images), PromptPart(text=state_text(request))]
+def compiler_parts(request: CompileRequest, images: bool = True, history: History = 1) -> list[PromptPart]:
+    """Write the user turn.
+
+    Args:
+        images: False for a text-only compiler: without pictures.
+        history: the past commands shown beside a Brief State (`compiler.history`); without one, all are shown.
+    """
+    parts = [*_memory(request.memory, images), PromptPart(text=state_text(request, history))]
     if images and request.image is not None:
         parts += [PromptPart(text="view: "), PromptPart(image=request.image), PromptPart(text="\n")]
     parts.append(PromptPart(text=f"see: {request.observation}"))
@@ -56,9 +61,11 @@ def pictures_of(entries: Sequence[MemoryEntry]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(png)).convert("RGB") for entry in entries for png in entry.images]
 
 
-def state_text(request: CompileRequest) -> str:
-    """Write b_t; without one, the goal and the actions so far."""
-    if request.state is not None:
-        return render_brief_state(request.state) + "\n"
-    did = f"did: {' ; '.join(map(without_newlines, request.history))}\n" if request.history else ""
-    return f"goal: {without_newlines(request.goal)}\n{did}"
+def state_text(request: CompileRequest, history: History = 0) -> str:
+    """Write b_t and the last commands; without b_t, the goal and all commands so far. The view answers the last."""
+    state, shown = request.state, request.history
+    if state is not None and history != "all":
+        shown = shown[len(shown) - history :] if history < len(shown) else shown
+    did = f"did: {' ; '.join(map(without_newlines, shown))}\n" if shown else ""
+    written = f"goal: {without_newlines(request.goal)}" if state is None else render_brief_state(state)
+    return f"{written}\n{did}"

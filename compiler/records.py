@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lm.prompt import Prompt
 
 
+# The past commands that the compiler reads beside the Brief State: none, the last one, or all.
+History = Literal[0, 1, "all"]
 # The emissions beside which soft tokens are read: those with guidance (EXPERIENCE, HYBRID), all, or none.
 SoftOn = Literal["guidance", "always", "never"]
 

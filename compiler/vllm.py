@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler
-from compiler.records import CompileRequest, Decoding, StillWanted
+from compiler.records import CompileRequest, Decoding, History, StillWanted
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import (
@@ -64,11 +64,12 @@ class VllmCompiler(TokenCompiler):
         seed: int = 0,
         device: str = "cpu",
         speed: Speed | None = None,
+        history: History = 1,
     ) -> None:
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
         self.decoding, self.instructions = decoding or Decoding(), instructions
-        self.speed = speed or Speed()
+        self.speed, self.history = speed or Speed(), history
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.speculates = llm.llm_engine.vllm_config.speculative_config is not None

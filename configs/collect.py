@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 from pydantic_core import ErrorDetails
 
 from configs.models import EndpointConfig, ExecutorConfig
+from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings, find
 from memory.protocol import Isolation
 from memory.registry import DEFAULT
@@ -126,6 +127,11 @@ class CollectConfig(Settings):
     """Who compiles: the environment's expert, or the model at `api`."""
     api: EndpointConfig = EndpointConfig()
     """Endpoint of the endpoint teacher."""
+    teacher_level: TeacherLevel = "place"
+    """What the guidance says: the place where something is, what to do now (subgoal), or the next command."""
+    teacher_silence: float = Field(default=0.3, ge=0, le=1)
+    """Expert teacher, levels subgoal and command: share of the steps at which the executor is on its way already where
+    nothing is said."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of an endpoint teacher's emission."""
     attempts: int = Field(default=3, ge=1)
@@ -153,6 +159,15 @@ class CollectConfig(Settings):
     """Split of the environment."""
     limit: PositiveInt | None = None
     """Maximum number of tasks."""
+    own_scene: float = Field(default=0.5, ge=0, le=1)
+    """Share of the episodes that may recall entries of their own scene; the others learn to guide in unseen scenes. No
+    effect where tasks have no scene."""
+    empty_memory: float = Field(default=0.05, ge=0, le=1)
+    """Share of the episodes that recall nothing, in which the teacher has nothing to say."""
+    other_kinds: float = Field(default=0.05, ge=0, le=1)
+    """Share of the episodes that recall entries of other kinds of tasks only."""
+    history: Literal[0, 1, "all"] = 1
+    """Past commands that an endpoint teacher reads beside the Brief State; set `compiler.history` to the same."""
     brief_state: bool = True
     """False: teacher and rows have no Brief State, for compilers without one (Table 3)."""
     gated_teacher: float = Field(default=0.0, ge=0, le=1)
@@ -180,6 +195,12 @@ class CollectConfig(Settings):
             raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
         if self.teacher == "expert" and self.actor not in (None, "expert"):
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
+        if self.empty_memory + self.other_kinds > 1:
+            raise ValueError("empty_memory and other_kinds are shares of the same episodes: their sum is above 1")
+        if self.teacher == "expert":
+            require_teacher_level(self.env.name, self.teacher_level)
+        if self.teacher_level != "place" and self.gated_teacher:
+            raise ValueError("gated_teacher is for teacher_level place: other levels need the notes of every step")
         return self
 
     @model_validator(mode="after")
@@ -197,6 +218,13 @@ class CollectConfig(Settings):
         """Role that acts: `actor`, or an endpoint teacher where the environment has no expert (paper C.2)."""
         knows = self.teacher == "expert" or find(self.env.name).expert
         return self.actor or ("expert" if knows else "teacher")
+
+
+def require_teacher_level(environment: str, level: TeacherLevel) -> None:
+    """Raise ValueError if the environment's command reader does not support a level of guidance."""
+    levels = find(environment).reader.levels
+    if level not in levels:
+        raise ValueError(f"teacher_level {level}: environment {environment} supports {', '.join(levels)}")
 
 
 def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:

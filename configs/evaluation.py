@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray
+from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray, require_teacher_level
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
+from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
@@ -74,6 +75,12 @@ class EvalConfig(Settings):
     """compiled_low_confidence: compile only where the executor's likeliest command is less probable than this."""
     gate_threshold: float | None = Field(default=None, ge=0, le=1)
     """compiled_gated: compile only where the gate's probability is at least this; null: the fitted threshold."""
+    teacher_level: TeacherLevel = "place"
+    """What the teacher without a model says (deliveries expert_compiler, expert_random_entry): the place where
+    something is, what to do now (subgoal), or the next command."""
+    teacher_silence: float = Field(default=0.0, ge=0, le=1)
+    """Levels subgoal and command: share of the steps at which the executor is on its way already where nothing is
+    said."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes played side by side, which share batches."""
     episode_attempts: int = Field(default=ATTEMPTS, ge=1)
@@ -95,6 +102,11 @@ class EvalConfig(Settings):
     def _drop_duplicates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """Drop repeated deliveries; `eval.matrix.check_deliveries` checks the names."""
         return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _check_teacher_level(self) -> EvalConfig:
+        require_teacher_level(self.env.name, self.teacher_level)
+        return self
 
     @model_validator(mode="after")
     def _check_ray(self) -> EvalConfig:

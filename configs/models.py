@@ -216,6 +216,9 @@ class CompilerConfig(ModelSettings):
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Engine of evaluation and rollouts; training always scores with hf. http: `memcompiler serve compiler` at
     `url`."""
+    history: Literal[0, 1, "all"] = 1
+    """Past commands that it reads beside the Brief State: none, the last one (the view is its answer), or all. Without
+    a Brief State it reads all."""
     lora: Lora = Lora()
     """LoRA adapter."""
     soft: Soft = Soft()
@@ -224,6 +227,11 @@ class CompilerConfig(ModelSettings):
     """Optimisations."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: greedy text, and the mean of the soft tokens."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Settings of the prompt, which checkpoints record and evaluations compare with their own."""
+        return self.model_dump(include={"history"})
 
     @model_validator(mode="after")
     def _check_engine(self) -> CompilerConfig:

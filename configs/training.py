@@ -271,6 +271,9 @@ class GrpoConfig(Settings):
     """Split of the environment."""
     limit: PositiveInt | None = None
     """Maximum number of tasks of the split."""
+    own_scene: float = Field(default=0.5, ge=0, le=1)
+    """Share of the tasks that may recall entries of their own scene; the others stand in for unseen scenes. No effect
+    where tasks have no scene."""
     updates: int = Field(default=500, ge=1)
     """Number of updates."""
     tasks: int = Field(default=4, ge=1)

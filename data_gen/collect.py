@@ -19,12 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
+from agent.command_teacher import CommandTeacher, Teaching, load_teacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeLimits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.gated_teacher import GatedTeacher
 from agent.records import Episode, episode_from_json, read_episodes
-from configs.collect import CollectConfig
+from configs.collect import CollectConfig, MemoryConfig
 from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filter_rows
 from data_gen.endpoint_teacher import EndpointTeacher
@@ -38,14 +39,15 @@ from data_gen.experience import (
     view_selection,
 )
 from data_gen.memory_factory import clear_memory, open_growing_memory
+from data_gen.recall_mix import RecallMix, recall_mix
 from data_gen.rounds import play_round
 from data_gen.rows import SftRow, episode_rows, save_rows
-from data_gen.tasks import episode_specs, select_isolated_tasks
+from data_gen.tasks import select_isolated_tasks
 from envs.base import Environment, Task
-from envs.registry import Environments, executor_instructions_for
+from envs.registry import Environments, command_reader_for, executor_instructions_for
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
-from memory.protocol import BankError, EntryStore, Isolation, MemorySystem
+from memory.protocol import BankError, EntryStore, MemorySystem
 from runtime.attempts import ATTEMPTS, RetriedResults, failure_counts, failure_summary
 from runtime.errors import is_failure
 from runtime.progress import progress
@@ -53,7 +55,7 @@ from runtime.store import JsonLines, RecordError, to_json
 
 EPISODES = "episodes.jsonl"
 ENDPOINT_ROUND = 16  # default number of tasks in an endpoint's round, after which its bank grows
-Teacher = ExpertTeacher | EndpointTeacher
+Teacher = ExpertTeacher | CommandTeacher | EndpointTeacher
 console = Console(width=120)
 
 
@@ -68,8 +70,8 @@ class CollectionPlan:
     bank: MemorySystem
     record: Path  # file of the episodes, in the order of `tasks`
     size: int  # tasks of a round, played concurrently
-    k: int  # entries retrieved for a task
-    isolation: Isolation  # episodes that a task recalls nothing from
+    memory: MemoryConfig  # says how entries are retrieved
+    mix: RecallMix  # says what each task may recall
     limits: EpisodeLimits
     brief_state: bool  # the teacher has a Brief State
     gated_teacher: float  # share of the episodes in which only guided steps change it
@@ -115,8 +117,8 @@ def plan_collection(config: CollectConfig, envs: Environments, run: RunFolder) -
         bank,
         record,
         size=size,
-        k=config.memory.k,
-        isolation=config.memory.isolation,
+        memory=config.memory,
+        mix=recall_mix(config),
         limits=limits,
         brief_state=config.brief_state,
         gated_teacher=config.gated_teacher,
@@ -145,7 +147,7 @@ def play_collection(of: CollectionPlan, make_env: Callable[[], Environment], tea
     rounds = play_round if of.grows else run_episodes  # a growing bank may want retries
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
         for start in range(0, len(left), of.size):
-            specs = episode_specs(left[start : start + of.size], of.bank, of.k, of.isolation)
+            specs = of.mix.specs(left[start : start + of.size], of.bank, of.memory)
             episodes = rounds(
                 make_env,
                 specs,
@@ -166,6 +168,19 @@ def teacher_delivery(teacher: Teacher, brief_state: bool, gated_teacher: float =
     """Return the delivery with a teacher as compiler."""
     compiler = GatedTeacher(teacher, gated_teacher) if gated_teacher else teacher
     return Delivery("teacher", "compiled", compiler, soft=False, brief_state=brief_state)
+
+
+def load_collection_teacher(config: CollectConfig) -> ExpertTeacher | CommandTeacher:
+    """Create the expert teacher of a collection."""
+    teaching = Teaching(config.teacher_level, config.teacher_silence)
+    return load_teacher(command_reader_for(config.env), teaching, config.seed)
+
+
+def expert_teacher_name(config: CollectConfig) -> str:
+    """Name the teacher without a model in records and cards."""
+    if config.teacher_level == "place":
+        return "the environment's expert"
+    return f"rules that give {config.teacher_level}s from memory, Brief State and view"
 
 
 def expert_actor(config: CollectConfig) -> ExpertExecutor:
@@ -260,6 +275,7 @@ def write_rows(
     """
     listed = executor_instructions_for(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acting_role != "expert", listed)
+    steps = [replace(row, teacher_level=config.teacher_level) for row in steps]
     if not of.brief_state:
         steps = [replace(row, state="") for row in steps]
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]
@@ -276,6 +292,10 @@ def write_rows(
         "episodes": len(episodes),
         "successes": sum(e.success for e in episodes),
         "success_filter": success_filter(config),
+        "teacher_level": config.teacher_level,
+        "history": config.history,
+        "recall": _counts(episode.recall for episode in episodes),
+        "own_scene": config.own_scene if any(task.scene for task in of.tasks) else "the tasks have no scenes",
         "shard": config.shard,
         "rows": len(rows),
         "dropped": dropped,

@@ -21,11 +21,15 @@ from runtime.store import atomic_folder
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from compiler.records import History
 
-def row_to_conversation(row: SftRow, instructions: str = "", images: bool = False) -> dict[str, Any]:
+
+def row_to_conversation(
+    row: SftRow, instructions: str = "", images: bool = False, history: History = 1
+) -> dict[str, Any]:
     """Convert a row into a conversation. With `images`, every content is a list of parts, and `images` holds the
-    pictures (PNG) in the order of their parts."""
-    parts = compiler_parts(compile_request(row.step_input()), images)
+    pictures (PNG) in the order of their parts. `history`: see `compiler_parts`."""
+    parts = compiler_parts(compile_request(row.step_input()), images, history)
     turns = {
         "prompt": chat_messages(chat_of(parts, instructions)),
         "completion": [{"role": "assistant", "content": row.emission}],
@@ -42,14 +46,16 @@ def _content_parts(turn: dict[str, Any]) -> dict[str, Any]:
     return turn | {"content": [{"text": None, **part} for part in parts]}
 
 
-def rows_to_conversations(rows: Sequence[SftRow], instructions: str = "", images: bool = False) -> Dataset:
+def rows_to_conversations(
+    rows: Sequence[SftRow], instructions: str = "", images: bool = False, history: History = 1
+) -> Dataset:
     """Convert rows into a TRL dataset, one conversation per row."""
     from datasets import Dataset, Features, Image, List, Value
 
     text = Value("string")
     turns = List({"role": text, "content": List({"text": text, "type": text}) if images else text})
     features = {"prompt": turns, "completion": turns, **({"images": List(Image())} if images else {})}
-    conversations = [row_to_conversation(row, instructions, images) for row in rows]
+    conversations = [row_to_conversation(row, instructions, images, history) for row in rows]
     return Dataset.from_list(conversations, features=Features(features))
 
 
@@ -59,6 +65,7 @@ def export_conversations(
     *,
     instructions: str = "",
     images: bool = False,
+    history: History = 1,
     held_out: float = 0.0,
     seed: int = 0,
 ) -> dict[str, int]:
@@ -66,6 +73,7 @@ def export_conversations(
 
     Args:
         instructions: system turn of every conversation.
+        history: past commands in the prompt (`compiler.history`).
         held_out: share of the tasks in split `test`, the same tasks as `validation.share` holds out.
 
     Raises:
@@ -76,5 +84,5 @@ def export_conversations(
     splits = {"train": training, **({"test": testing} if testing else {})}
     with atomic_folder(out) as folder:
         for split, part in splits.items():
-            write_parquet(rows_to_conversations(part, instructions, images), folder, split)
+            write_parquet(rows_to_conversations(part, instructions, images, history), folder, split)
     return {split: len(part) for split, part in splits.items()}

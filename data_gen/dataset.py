@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from compiler.records import History
     from configs.collect import CollectConfig
 
 # -- filters -----------------------------------------------------------------------------------------------------------
@@ -56,17 +57,16 @@ def filter_rows(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[Sft
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def compiler_text(row: SftRow) -> str:
-    """Return the compiler's input as text, without instructions and pictures."""
+def compiler_text(row: SftRow, history: History = 1) -> str:
+    """Return the compiler's input as text, without instructions and pictures (`history`: `compiler.history`)."""
     from agent.records import compile_request
     from compiler.prompt import compiler_parts
 
     request = compile_request(replace(row, image=None).step_input())
-    return "".join(part.text for part in compiler_parts(request, images=False))
+    return "".join(part.text for part in compiler_parts(request, images=False, history=history))
 
 
 TEXTS: Mapping[str, Callable[[SftRow], str]] = {  # texts of a row, whose lengths are counted
-    "compiler input": compiler_text,
     "of it, memory": lambda row: row.memory_text,
     "emission": lambda row: row.emission,
     "action": lambda row: row.action,
@@ -84,14 +84,18 @@ def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
     return episodes
 
 
-def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+def statistics(
+    rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None, history: History = 1
+) -> dict[str, Any]:
     """Compute counts and length distributions of rows, as JSON.
 
     Args:
         tokenizer: also count lengths in tokens.
+        history: past commands in the compiler's input (`compiler.history`).
     """
     episodes = episodes_of(rows)
-    texts = {name: [text(row) for row in rows] for name, text in TEXTS.items()}
+    texts = {"compiler input": [compiler_text(row, history) for row in rows]}
+    texts |= {name: [text(row) for row in rows] for name, text in TEXTS.items()}
     found: dict[str, Any] = {
         "rows": len(rows),
         "episodes": len(episodes),
@@ -177,6 +181,8 @@ FIELDS: Mapping[str, str] = {
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "first": "the first observation of the episode",
+    "own_scene": "whether an entry of the memory was of the task's own scene",
+    "teacher_level": "what the guidance says: place, subgoal or command",
     "history": "the actions before the step",
     "views, guidances, reasons": "what the agent saw at the earlier steps, and the guidance that it was given there",
     "commands": "what was possible, where executors are shown it; else empty",
@@ -236,13 +242,18 @@ def provenance(rows: Path) -> dict[str, Any]:
     config = read_yaml(run / "config.resolved.yaml") if (run / "config.resolved.yaml").is_file() else {}
     environment, git = config.get("env"), _read_object(run / "environment.json").get("git")
     environment, git = (each if isinstance(each, dict) else {} for each in (environment, git))
+    collected = _read_object(run / "collect.json")
     facts = {
         "environment": environment.get("name"),
         "environment seed": environment.get("seed"),
         "split": config.get("split"),
         "tasks (SHA-256 of the manifest)": _read_object(run / "manifest.json").get("sha256"),
         "leakage": _VERDICTS.get(str(_read_object(run / "leakage.json").get("clean"))),
-        "teacher": _read_object(run / "collect.json").get("teacher"),
+        "teacher": collected.get("teacher"),
+        "teacher level": config.get("teacher_level"),
+        "past commands": config.get("history"),
+        "own scene": collected.get("own_scene"),
+        "memory of the episodes": _listed(collected["recall"]) if "recall" in collected else None,
         "noise": config.get("noise"),
         "seed": config.get("seed"),
         "MemCompiler commit": git.get("commit"),
@@ -283,9 +294,11 @@ def dataset_card(origin: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str, Any]) -> None:
     """Write and print the rows' statistics, and write their card. `collected`: the content of collect.json."""
     played = {name: collected[name] for name in ("episodes", "successes")}
-    found = statistics(rows) | {"played": played, "dropped": collected["dropped"]}
+    found = statistics(rows, history=collected["history"]) | {"played": played, "dropped": collected["dropped"]}
     run.write_json("statistics.json", found)
-    origin = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
+    origin = provenance(run.path / "rows")
+    origin |= {"teacher": collected["teacher"], "own scene": collected["own_scene"]}
+    origin["memory of the episodes"] = _listed(collected["recall"])
     (run.path / "rows" / CARD).write_text(dataset_card(origin, found), encoding="utf-8")
     print_statistics(found)
 

@@ -1,8 +1,8 @@
 """The endpoint teacher (paper C.2): a chat model behind an endpoint compiles, and writes rationales.
 
-It reads the compiler's input (M, b_t, o_t) and the previous actions, and answers in the emission language. After an
-answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the last
-attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
+It reads exactly what its student reads (M, b_t, the last command and o_t), and answers in the emission language.
+After an answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the
+last attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
 (`data_gen.collect.valid_rows`).
 """
 
@@ -17,8 +17,9 @@ from agent.records import Episode
 from compiler.brief_state import apply_ops, one_line
 from compiler.language import Emission, ParseError, ParseResult, parse, render
 from compiler.prompt import compiler_instructions, compiler_parts
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, CompileRequest, History
 from configs.collect import CollectConfig
+from envs.command_reader import TeacherLevel
 from envs.registry import executor_instructions_for
 from executor.api import ApiExecutor
 from executor.build import executor_view, load_executor
@@ -31,13 +32,16 @@ from memory.trajectory import png_bytes
 
 COMPILE, RETRY, RATIONALE = "teacher", "teacher, again", "rationale"  # roles in the endpoint's account
 
-TEACHING = """The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the \
-agent's only record of the episode besides its latest actions, and you keep it: create `plan` at the first step; \
-create a fact that will matter later (what a searched place holds, that something is stuck); update or delete what \
-turned out wrong; fold when a subgoal is done. Create only keys that are not there, update and delete only keys that \
-are.
-The guidance is one line, at most a command or two, for the next steps only; its reason cites the memory or the fact \
-that makes it apply now. Where the agent does the right thing already, stay silent.
+STATE = """The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the \
+agent's only record of the episode besides the line `did`, its last command, which the view answers; and you keep it: \
+create `plan` at the first step; create a fact that will matter later (what a searched place holds, which places are \
+not searched yet, what is in hand, that something is stuck); update or delete what turned out wrong; fold when a \
+subgoal is done. Create only keys that are not there, update and delete only keys that are."""
+
+# What the guidance says, by `teacher_level`.
+LEVELS: dict[TeacherLevel, str] = {
+    "place": """The guidance is one line, at most a command or two, for the next steps only; its reason cites the \
+memory or the fact that makes it apply now. Where the agent does the right thing already, stay silent.
 
 For example, at a first step:
 > in home 17 the mug was in cabinet 2 | go to cabinet 2
@@ -45,7 +49,34 @@ For example, at a first step:
 later, on the way:
 + cabinet 1: no mug
 and when the mug has been taken:
-^ took mug 1 from cabinet 2"""
+^ took mug 1 from cabinet 2""",
+    "subgoal": """The guidance is one line that says what is to be done now, with the names that are in view or noted \
+(find mug in cabinet 2; heat mug 1), as long as it is not done. {rules}
+
+For example, at a first step:
+> in home 17 the mug was in cabinet 2 | find mug in cabinet 2
++ plan: find mug; heat mug; put mug in cabinet
+and when the mug has been taken:
+> in home 17 after take mug came heat mug with microwave | heat mug 1
+^ took mug 1 from cabinet 2""",
+    "command": """The guidance is the very next command, one only, in the environment's words and with the names that \
+are in view or noted, at every step that the memory supports. {rules}
+
+For example, at a first step:
+> in home 17 the mug was in cabinet 2 | go to cabinet 2
++ plan: find mug; heat mug; put mug in cabinet
++ unsearched: cabinet 1-4, shelf 1, fridge 1
+there:
+> mug 1 is in view; in home 17 first came take mug | take mug 1 from cabinet 2
+and when the mug has been taken:
+> in home 17 after take mug came heat mug with microwave | go to microwave 1
+^ took mug 1 from cabinet 2""",
+}
+RULES = """This replaces what is said above of when to be silent. Take it from the memory: a place that it names; \
+else, where nothing is searched for, the next step of the routine that its entries of this kind of task show; while \
+something is searched for and the memory's places are used up, a place not yet searched, opened where it is closed; \
+where the last command did nothing, or the agent repeats itself, another way. The reason cites the entry or the fact. \
+Stay silent where the memory holds no entry of this kind of task, whatever you know of such tasks from elsewhere."""
 
 WRITING = """You write the memory of an embodied agent. Read one episode and say in one sentence what a later episode \
 in the same place should know: where things were and what made it succeed, or what went wrong and what to do instead. \
@@ -61,11 +92,23 @@ class EndpointTeacher:
         attempts: at each emission.
         max_new_tokens: of an emission.
         environment: the environment's part of the instructions (`EnvSpec.compiler_instructions`).
+        level: what the guidance says.
+        history: past commands that it reads, the same as its student (`compiler.history`).
     """
 
-    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512, environment: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        attempts: int = 3,
+        max_new_tokens: int = 512,
+        environment: str = "",
+        level: TeacherLevel = "place",
+        history: History = 1,
+    ) -> None:
         self.endpoint, self.attempts, self.max_new_tokens = endpoint, attempts, max_new_tokens
-        self.instructions = f"{compiler_instructions(environment)}\n\n{TEACHING}"
+        self.history: History = history
+        guidance = LEVELS[level].replace("{rules}", RULES)
+        self.instructions = f"{compiler_instructions(environment)}\n\n{STATE}\n{guidance}"
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Any]:
         """Return one compilation, or the endpoint's failure, per request, in order."""
@@ -86,10 +129,8 @@ class EndpointTeacher:
 
     def messages(self, request: CompileRequest) -> list[Message]:
         """Return the chat that requests an emission."""
-        read = compiler_parts(request, self.endpoint.config.images)
+        read = compiler_parts(request, self.endpoint.config.images, self.history)
         parts = [part.text if part.image is None else png_bytes(part.image) for part in read]
-        if request.state is not None and request.history:
-            parts.append(f"\n\nThe agent's actions so far: {' ; '.join(request.history)}")
         return [{"role": "system", "content": self.instructions}, user_message(*parts)]
 
     async def _compile(self, request: CompileRequest) -> Compilation:

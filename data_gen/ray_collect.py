@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from agent.episode import EpisodeLimits, lost_episode, run_episodes
-from agent.expert import ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
 from data_gen.collect import (
     CollectionPlan,
     expert_actor,
+    load_collection_teacher,
     remaining_tasks,
     serialise_episode,
     sort_record,
@@ -24,9 +24,9 @@ from data_gen.collect import (
 )
 from data_gen.experience import add_rationales
 from data_gen.memory_factory import open_memory
-from data_gen.tasks import episode_specs
+from data_gen.recall_mix import recall_mix
 from envs.base import Task
-from envs.registry import Environments, command_reader_for
+from envs.registry import Environments
 from runtime.attempts import RetriedResults
 from runtime.progress import progress
 from runtime.worker_pool import ResultLine, WorkerPool, WorkUnit, ray_worker_pool, split_into_units
@@ -78,15 +78,15 @@ class CollectWorker:
     def __init__(self, config: CollectConfig, bank: Path, version: int) -> None:
         at_start = {"bank": str(bank), "version": version}
         self._config, self._bank = config, open_memory(config.memory.model_copy(update=at_start), bank)
-        self._envs, self._teacher = Environments(config.env), ExpertTeacher(reader=command_reader_for(config.env))
+        self._envs, self._teacher = Environments(config.env), load_collection_teacher(config)
 
     def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:
         def on_episode(episode: Episode) -> None:
             add_rationales([episode], self._teacher)
             done(episode.task_id, serialise_episode(episode))
 
-        config, tasks, memory = self._config, list(unit.items.values()), self._config.memory
-        specs = episode_specs(tasks, self._bank, memory.k, memory.isolation)
+        config = self._config
+        specs = recall_mix(config).specs(list(unit.items.values()), self._bank, config.memory)
         delivery, actor = (
             teacher_delivery(self._teacher, config.brief_state, config.gated_teacher),
             expert_actor(config),

@@ -62,6 +62,8 @@ class SftRow:
     views: tuple[str, ...] = ()
     guidances: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
+    own_scene: bool = True  # whether M held entries of the task's scene; True in rows of an older version
+    teacher_level: str = "place"  # what the teacher's guidance says (`teacher_level` of collect)
 
     @property
     def kind(self) -> Kind:
@@ -134,6 +136,7 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
                 views=tuple(earlier.observation for earlier in past),
                 guidances=tuple(earlier.guidance for earlier in past),
                 reasons=tuple(earlier.reason for earlier in past),
+                own_scene=any(bool(episode.scene) and e.provenance.scene == episode.scene for e in memory),
             )
         )
     return rows

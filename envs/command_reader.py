@@ -6,6 +6,10 @@ The base class knows no command language and works for any environment; `EnvSpec
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+# What a teacher's guidance says: the place where something is, what to do now, or the next command.
+TeacherLevel = Literal["place", "subgoal", "command"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class Fact:
 class CommandReader:
     """Stateless parser of observations and of commands in plans and past episodes."""
 
+    levels: ClassVar[tuple[TeacherLevel, ...]] = ("place", "command")  # of guidance that it supports
     scenes_alike = (
         False  # scenes resemble each other: a place in one suggests where to look in another (`similar_places`)
     )

@@ -171,6 +171,8 @@ def _evaluate(
     online = play()
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
     _check_any_worked(config, run, episodes)
+    if any(find(name).needs_expert for name in config.deliveries):
+        memory_facts |= {"teacher_level": config.teacher_level}
     facts = {**memory_facts, "max_steps": config.max_steps, "broken_due": len(record.due), **depends_on}
     summary = _results(cell, run, episodes=episodes, chosen=chosen, facts=facts)
     if config.memory.online:

@@ -11,7 +11,13 @@ from typing import Any
 
 from agent.deliveries import find
 from compiler import checkpoint
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, warn_about_executor_inputs
+from compiler.build import (
+    load_compiler,
+    load_remote_compiler,
+    load_served_compiler,
+    warn_about_compiler_inputs,
+    warn_about_executor_inputs,
+)
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
@@ -68,6 +74,7 @@ class ModelCache:
             remote = load_remote_compiler(config.compiler, config.seed)
             trained = remote.about()
             warn_about_executor_inputs(trained.get("executor_reads"), config.executor, str(config.compiler.url))
+            warn_about_compiler_inputs(trained.get("compiler_reads"), config.compiler, str(config.compiler.url))
             if (served := trained.get("environment")) != config.env.name:
                 log.warning(
                     "the service at %s has the instructions of %s, this run plays %s: serve with env=%s",
@@ -82,6 +89,7 @@ class ModelCache:
             compiler_instructions_for(config.env),
         )
         warn_about_executor_inputs(checkpoint.executor_inputs(folder), config.executor, str(folder))
+        warn_about_compiler_inputs(checkpoint.compiler_inputs(folder), config.compiler, str(folder))
         if config.compiler.engine == "hf":
             return load_compiler(config.compiler, self.executor(config), config.seed, instructions)
         return load_served_compiler(config.compiler, config.seed, instructions)

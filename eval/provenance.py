@@ -20,7 +20,7 @@ from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
 from compiler.gate import CompileGate
 from compiler.prompt import compiler_parts
-from compiler.records import Compiler, CompileRequest
+from compiler.records import Compiler, CompileRequest, History
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
 from executor.prompt import Context, ExecutorRequest, MemoryBlock, Turn, executor_chat, executor_text
@@ -74,7 +74,9 @@ def identity_of_models(
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     """Hash instructions and layout of both prompts; None without a compiler."""
-    compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
+    history: History = getattr(compiler, "history", 0)
+    compiled = [compiler_parts(request, history=history) for request in (_COMPILE, _BARE)]
+    compile_layout = ["".join(part.text for part in parts) for parts in compiled]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),
         "executor_layout": sha256(_executor_layout(executor.reads.context)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agent.command_teacher import NAMES_PLACES, Teaching
 from agent.deliveries import Delivery, find
 from agent.episode import EpisodeLimits, EpisodeSpec, lost_episode, run_episodes
 from agent.records import Episode
@@ -50,6 +51,7 @@ class Evaluation:
         title: label of the progress bar, before the delivery.
         reader: command reader of the environment, for teachers.
         gate: compile gate beside the checkpoint.
+        teaching: settings of teachers without a model.
     """
 
     make_env: Callable[[], Environment]
@@ -62,6 +64,7 @@ class Evaluation:
     title: str = ""
     reader: CommandReader | None = None
     gate: CompileGate | None = None
+    teaching: Teaching = NAMES_PLACES
 
     @classmethod
     def of(
@@ -84,6 +87,7 @@ class Evaluation:
             title=title,
             reader=command_reader_for(config.env),
             gate=gate_of(config),
+            teaching=Teaching(config.teacher_level, config.teacher_silence),
         )
 
     def run(
@@ -116,7 +120,7 @@ class Evaluation:
 
     def delivery(self, name: str) -> Delivery:
         """Create a delivery. Raises: ValueError, as `DeliverySpec.create`."""
-        return find(name).create(self.compiler, self.limits.seed, self.reader, self.gate)
+        return find(name).create(self.compiler, self.limits.seed, self.reader, self.gate, self.teaching)
 
     def _specs_of(self, name: str) -> Sequence[EpisodeSpec]:
         """Return the tasks with the entries that a delivery starts from."""

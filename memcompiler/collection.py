@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
@@ -17,6 +16,8 @@ from data_gen.collect import (
     CollectionPlan,
     Teacher,
     expert_actor,
+    expert_teacher_name,
+    load_collection_teacher,
     open_record,
     plan_collection,
     play_collection,
@@ -24,7 +25,7 @@ from data_gen.collect import (
 )
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from data_gen.ray_collect import play_on_ray
-from envs.registry import Environments, command_reader_for, compiler_instructions_for, find
+from envs.registry import Environments, compiler_instructions_for, find
 from executor.records import Executor
 from lm.endpoint import Endpoint
 from runtime import cluster
@@ -81,7 +82,7 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
     if (out / "collect.json").exists() and not record.due:
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
-    facts: dict[str, Any] = {"teacher": "the environment's expert"}
+    facts: dict[str, Any] = {"teacher": expert_teacher_name(config)}
     with Environments(config.env) as envs:
         collection = plan_collection(config, envs, run)
         (out / "collect.json").unlink(missing_ok=True)  # of the previous session: broken episodes are played again
@@ -113,10 +114,17 @@ def _play_here(config: CollectConfig, of: CollectionPlan, envs: Environments, ru
 def _load_models(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Load teacher and actor; also return their endpoints by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(reader=command_reader_for(config.env)), expert_actor(config), {}
+        return load_collection_teacher(config), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
-    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_instructions_for(config.env))
+    teacher = EndpointTeacher(
+        endpoint,
+        attempts=config.attempts,
+        max_new_tokens=config.max_new_tokens,
+        environment=compiler_instructions_for(config.env),
+        level=config.teacher_level,
+        history=config.history,
+    )
     return teacher, actor, endpoints
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -128,6 +128,7 @@ def data_export(
     instructions: Annotated[bool, typer.Option(help="Include the compiler's instructions as system turn.")] = True,
     held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks in split `test`.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Selects these tasks, as in SFT's validation.")] = 0,
+    history: Annotated[Literal["0", "1", "all"], typer.Option(help="Past commands, as compiler.history.")] = "1",
 ) -> None:
     """Export rows as TRL conversations (prompt and completion, Parquet) for `trl sft --dataset_name OUT`."""
     from compiler.prompt import compiler_instructions
@@ -142,9 +143,16 @@ def data_export(
     check_inputs(out, [("ROWS", folder) for folder in folders])
     system = compiler_instructions(rows_environment(folders).compiler_instructions) if instructions else ""
     loaded = load_rows(folders)
-    typer.echo(
-        f"{out}: {export_conversations(loaded, out, instructions=system, images=images, held_out=held_out, seed=seed)}"
+    exported = export_conversations(
+        loaded,
+        out,
+        instructions=system,
+        images=images,
+        history="all" if history == "all" else 1 if history == "1" else 0,
+        held_out=held_out,
+        seed=seed,
     )
+    typer.echo(f"{out}: {exported}")
 
 
 @with_settings("configs.collect:CollectConfig")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agent.episode import EpisodeSpec
 from agent.records import Episode, StepRecord
 from compiler.brief_state import Create, Fold
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.records import FULL_VIEW, Action, Grounding
+from executor.prompt import ExecutorRequest
+from executor.records import FULL_VIEW, PAPER_VIEW, Action, Grounding
 from runtime.errors import StopReason
 from tests.tiny_models import entry
 
@@ -70,3 +73,13 @@ def spec(steps: int, kind: str = "") -> EpisodeSpec:
 def one_step_episode(task: str, delivery: str = "none", text: str = "") -> Episode:
     step = StepRecord(0, "see", None, ("look",), "goal: x", executor_text=text)
     return Episode(task, "x", "", "test", "", "", delivery, 0, steps=[step], stop_reason=StopReason.DONE)
+
+
+class Obedient:
+    """An executor that does what guidance says where that is possible, and looks elsewhere."""
+
+    batched, accepts_soft, sees_images, reads = False, False, False, PAPER_VIEW
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        told = [(request.delivered.guidance, request.admissible or ()) for request in requests]
+        return [Action(a, Grounding.CHOICE, a) for a in (g if g in possible else "look" for g, possible in told)]

@@ -38,16 +38,18 @@ from agent.deliveries import find as find_delivery
 from agent.episode import EpisodeLimits, EpisodeSpec
 from agent.records import Episode
 from compiler import checkpoint
-from compiler.build import load_compiler, load_served_compiler, warn_about_executor_inputs
+from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs, warn_about_executor_inputs
 from compiler.gate import CompileGate, copy_gate, gate_for
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.experience import bank_facts, open_experience_bank
+from data_gen.held_out import split_held_out_specs
 from data_gen.leakage import MANIFEST
 from data_gen.memory_factory import open_memory
-from data_gen.tasks import episode_specs, select_isolated_tasks, split_held_out_specs
+from data_gen.recall_mix import recall_mix
+from data_gen.tasks import select_isolated_tasks
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
 from executor.base import TokenExecutor
@@ -133,6 +135,7 @@ def run_trainer(
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))
             warn_about_executor_inputs(checkpoint.executor_inputs(found), config.executor, str(found))
+            warn_about_compiler_inputs(checkpoint.compiler_inputs(found), config.compiler, str(found))
 
         engine = rollout_engine(config, envs, executor=actor, engines=engines, gate=gate)
         held_out_tasks = None
@@ -180,7 +183,7 @@ def training_specs(
         ids = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
         bank = open_memory(config.memory, out / "bank")
-    return episode_specs(tasks, bank, config.memory.k, config.memory.isolation), bank_facts(config, bank)
+    return recall_mix(config).specs(tasks, bank, config.memory), bank_facts(config, bank)
 
 
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:

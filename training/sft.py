@@ -32,8 +32,8 @@ from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
+from data_gen.held_out import rows_environment_settings, select_held_out_specs
 from data_gen.leakage import copy_rows_manifest, rows_environment
-from data_gen.tasks import rows_environment_settings, select_held_out_specs
 from envs.registry import Environments
 from envs.spec import EnvSpec
 from executor.build import load_frozen

@@ -252,7 +252,7 @@ class RowCheck:
         compiler, executor = self._compiler, self._executor
         step = replace(row, image=None, memory_images=()).step_input(compiler.n_tokens if self._soft else 0)
         request = executor_request(step, executor)
-        texts = [part.text for part in compiler_parts(compile_request(step), images=False)]
+        texts = [part.text for part in compiler_parts(compile_request(step), images=False, history=compiler.history)]
         compiled = [compiler.instructions, *texts, row.emission]
         chat = executor_chat(request, executor.instructions, executor.reads.commands)
         acted = [part.text + " " * part.soft for turn in chat for part in turn.parts] + [row.action]

@@ -63,6 +63,7 @@ class Trainer(ABC, Generic[Result]):
         held_out_tasks: HeldOutTasks | None,
     ) -> None:
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
+        self.compiler_reading = config.compiler.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
         self.facts, self.held_out_tasks = facts or {}, held_out_tasks
@@ -137,6 +138,7 @@ class Trainer(ABC, Generic[Result]):
                 "seed": self.seed,
                 "executor_hash": self.executor_hash,
                 "executor_reads": self.reading,
+                "compiler_reads": self.compiler_reading,
                 **self.facts,
                 **self.best.to_state(),
             }

@@ -26,7 +26,7 @@ class Lesson:
 
 def question_prompt(request: CompileRequest, question: str, images: bool = True) -> list[PromptPart]:
     """Append a question to the compiler's prompt; an empty question leaves the prompt unchanged."""
-    return [*compiler_parts(request, images), *_question_part(question)]
+    return [*compiler_parts(request, images, history=0), *_question_part(question)]
 
 
 def _question_part(question: str) -> list[PromptPart]:
@@ -35,7 +35,7 @@ def _question_part(question: str) -> list[PromptPart]:
 
 def request_lesson(backbone: Backbone, request: CompileRequest, dialogue: Dialogue) -> Lesson:
     """Append a dialogue to a compile request's prompt; after an empty first question, the answer follows directly."""
-    return dialogue_lesson(backbone, compiler_parts(request, backbone.is_vlm), dialogue)
+    return dialogue_lesson(backbone, compiler_parts(request, backbone.is_vlm, history=0), dialogue)
 
 
 def dialogue_lesson(backbone: Backbone, parts: Sequence[PromptPart], dialogue: Dialogue) -> Lesson:

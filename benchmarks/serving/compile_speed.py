@@ -58,7 +58,7 @@ def measure_compile_speed(
     """Compare compile seconds by optimisation; the last line is all over none, median of the steps after the first."""
     disable_library_progress_bars()
     number = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    config = CompilerConfig(model=model, checkpoint=checkpoint, dtype=number)  # type: ignore[arg-type]
+    config = CompilerConfig(model=model, checkpoint=checkpoint, dtype=number, history=0)  # type: ignore[arg-type]
     executor = SimpleNamespace(embedding_table=torch.zeros(1, EXECUTOR_WIDTH))
     compiler = load_compiler(config, executor).eval()
     script = Script(model, model, memory_tokens, read_script(lengths))

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 
 from compiler import checkpoint
 from compiler.base import TokenCompiler
-from compiler.build import load_compiler, load_served_compiler
+from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs
 from compiler.client import CompileBody, CompileReply, Timings
 from compiler.records import Compilation
 from compiler.server.service import CompileJob, CompilerService, Refusal
@@ -170,7 +170,12 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     found = checkpoint.find(Path(config.compiler.checkpoint))
     environment = config.env or checkpoint.environment(found)
     instructions = find(environment).compiler_instructions if environment else ""
-    about = {"executor_reads": checkpoint.executor_inputs(found), "environment": environment}
+    warn_about_compiler_inputs(checkpoint.compiler_inputs(found), config.compiler, str(found))
+    about = {
+        "executor_reads": checkpoint.executor_inputs(found),
+        "compiler_reads": config.compiler.reading,
+        "environment": environment,
+    }
     weights = checkpoint.sha256(found)
     service = CompilerService(lambda: _load(config, instructions), config, weights, about)
     bound = bound_socket(host, port)

@@ -54,6 +54,7 @@ class HouseholdReader(CommandReader):
     """Reader for generated homes, where memory gives places of objects in the same home only; appliances are always in
     view."""
 
+    levels = ("place", "subgoal", "command")
     follows_recipes = False
     lists_places = True
 

@@ -12,9 +12,9 @@ from agent.episode import EpisodeLimits, run_episodes
 from agent.records import StepInput, delivered, episode_from_json, executor_request
 from compiler import checkpoint
 from compiler.brief_state import BriefState, Create
-from compiler.build import warn_about_executor_inputs
+from compiler.build import warn_about_compiler_inputs, warn_about_executor_inputs
 from compiler.language import Emission, Kind
-from configs.models import ExecutorConfig
+from configs.models import CompilerConfig, ExecutorConfig
 from data_gen.rows import episode_rows
 from envs.spec import ExecutorInstructions
 from executor.build import executor_view
@@ -181,6 +181,21 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
     assert "runs/sft was trained with executor.context=turns" in other and "executor.soft_on=guidance" in other
     assert "this run has executor.context=turns" in other and "executor.soft_on=always" in other
     assert "runs/old does not say what its executor read" in silent
+
+
+def test_a_compiler_that_reads_other_past_commands_than_in_training_is_reported(tmp_path, caplog) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"compiler_reads": CompilerConfig().reading}))
+    trained = checkpoint.compiler_inputs(tmp_path)
+    assert trained == {"history": 1}
+    with caplog.at_level(logging.WARNING):
+        warn_about_compiler_inputs(trained, CompilerConfig(), "here")
+        warn_about_compiler_inputs(None, CompilerConfig(history=0), "of before")
+        assert not caplog.records
+        warn_about_compiler_inputs(trained, CompilerConfig(history="all"), "runs/sft")
+        warn_about_compiler_inputs(None, CompilerConfig(), "runs/old")
+    other, old = [record.getMessage() for record in caplog.records]
+    assert other == "the compiler of runs/sft was trained with compiler.history=1; this run has compiler.history=all"
+    assert "runs/old was trained with compiler.history=0" in old
 
 
 @pytest.mark.parametrize("damaged", ["", '{"step": 3', "[]", "\x00\x00"])

@@ -94,6 +94,22 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
                 assert stage.executor.reading == expected, name
 
 
+def test_small_models_read_no_past_commands_and_were_taught_in_homes_that_are_in_the_bank():
+    for path in FILES:
+        if (name := path.relative_to(CONFIGS)).stem not in ("quickstart", "alfworld", "alfworld-smollm2"):
+            continue
+        config = load_config(SCHEMAS[name.parts[0]], path)
+        stages = (config.collect, config.sft, config.eval) if isinstance(config, QuickstartConfig) else (config,)
+        for stage in stages:
+            if not isinstance(stage, CollectConfig):
+                assert stage.compiler.history == 0, name
+            if isinstance(stage, CollectConfig | GrpoConfig):
+                assert stage.own_scene == 1.0, name
+            if isinstance(stage, CollectConfig):
+                assert (stage.history, stage.empty_memory, stage.other_kinds) == (0, 0.0, 0.0), name
+    assert (CollectConfig().own_scene, GrpoConfig().own_scene, SftConfig().compiler.history) == (0.5, 0.5, 1)
+
+
 def test_real_games_are_played_under_every_delivery_and_its_controls_within_15_30_and_50_steps():
     real = load_config(EvalConfig, "eval/alfworld")
     assert (real.env.name, real.split, real.max_steps, real.budgets) == ("alfworld", "valid_seen", 50, (15, 30, 50))

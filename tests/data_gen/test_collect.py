@@ -26,7 +26,7 @@ from configs.models import EXECUTOR_KEY
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.collect import expert_actor, plan_collection, play_collection, success_filter
-from data_gen.endpoint_teacher import TEACHING, WRITING
+from data_gen.endpoint_teacher import LEVELS, WRITING
 from data_gen.rows import load_rows
 from envs.base import Environment, Task
 from envs.household.command_reader import HouseholdReader
@@ -52,7 +52,7 @@ def model(messages):
     if messages[0]["content"] == WRITING:
         return hashed(messages)
     text = messages[-1]["content"]
-    if not messages[0]["content"].endswith(TEACHING):
+    if not messages[0]["content"].endswith(LEVELS["place"]):
         return "look"
     if "now:" not in text:
         return "> no memory says where | look around\n+ plan: find it; put it"
@@ -117,7 +117,10 @@ def test_the_bank_grows_from_round_to_round(whole):
         assert episode["rationale"].startswith("echo ")
     summary = json.loads((whole / "collect.json").read_text())
     requests = int((whole / "requests").read_text())
-    assert summary["endpoints"]["teacher"]["requests"] == requests == sum(len(e["steps"]) for e in episodes) + 5
+    account = summary["endpoints"]["teacher"]
+    assert account["requests"] == requests
+    steps = sum(len(e["steps"]) for e in episodes)
+    assert requests + account["from_cache"] == steps + 5  # equal requests are paid once
     assert (summary["malformed"], summary["misapplied"]) == (0, 0)
 
 
@@ -370,7 +373,7 @@ def test_the_filter_keeps_the_rows_of_successes(kept: bool, tmp_path: Path) -> N
         assert len(plans) == 2
 
         def acts(messages):
-            if messages[0]["content"] == WRITING or messages[0]["content"].endswith(TEACHING):
+            if messages[0]["content"] == WRITING or messages[0]["content"].endswith(LEVELS["place"]):
                 return model(messages)
             told = " ".join(message["content"] for message in messages)
             return next((next(plan) for goal, plan in plans.items() if goal in told), "look")

@@ -20,7 +20,7 @@ MEMORY = (entry(1, "in home 1: put a mug in shelf\ntake mug 1 from cabinet 2"),)
 
 
 def request(**settings) -> CompileRequest:
-    facts = {"state": STATE, "observation": "You see a cabinet 1.", "history": ("go to cabinet 1",)}
+    facts = {"state": STATE, "observation": "You see a cabinet 1.", "history": ("look", "go to cabinet 1")}
     return CompileRequest(STATE.goal, MEMORY, **(facts | settings))
 
 
@@ -28,13 +28,13 @@ def teacher(server, **settings) -> EndpointTeacher:
     return EndpointTeacher(Endpoint(server.config(**settings)), attempts=3, max_new_tokens=64)
 
 
-def test_it_reads_what_the_compiler_reads_and_the_actions():
+def test_it_reads_what_the_compiler_reads_and_no_more():
     with FaultyServer(answer=lambda messages: "> it was there | go to cabinet 2\n^ looked") as server:
         [made] = teacher(server).compile([request()])
         [_, user] = server.bodies[0]["messages"]
     assert "EXPERIENCE" not in user["content"] and "in home 1: put a mug in shelf" in user["content"]
     assert "now: find mug" in user["content"] and "see: You see a cabinet 1." in user["content"]
-    assert user["content"].endswith("The agent's actions so far: go to cabinet 1")
+    assert user["content"].endswith("\ndid: go to cabinet 1\nsee: You see a cabinet 1.")
     assert made.emission.guidance == "go to cabinet 2" and made.emission.kind == Kind.HYBRID
     assert made.text == render(made.emission) and made.request is not None and made.tokens_in == 100
 

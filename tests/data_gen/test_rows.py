@@ -18,8 +18,10 @@ from envs.household.command_reader import HouseholdReader
 from envs.household.environment import HouseholdEnvironment
 from executor.hf import FrozenExecutor
 from executor.records import ExecutorView
+from memory.entry import MemoryEntry, Provenance
 from tests import tiny_models
 from tests.data_gen.made_rows import row
+from tests.memory.entries import by_id
 
 ROWS = [row(i) for i in range(4)]
 
@@ -78,6 +80,28 @@ def test_rows_say_how_their_episode_went() -> None:
     assert [(r.success, r.steps) for r in episode_rows(short, {})] == [(False, 2)] * 2
     short.steps[1].emission_kind = ""  # the compiler failed here
     assert [r.t for r in episode_rows(short, {})] == [0]
+
+
+def test_rows_say_whether_memory_held_entries_of_the_own_scene_and_read_them_back(tmp_path: Path) -> None:
+    env = HouseholdEnvironment(scenes={"train": 1})
+    task = env.tasks("train")[0]
+    own, other = (
+        MemoryEntry(scene, "", Provenance("", scene, "", "train", success=True)) for scene in (task.scene, "home 99")
+    )
+    delivery = Delivery("teacher", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
+    rows = []
+    for memory in ((own, other), (other,), ()):
+        [episode] = run_episodes(
+            lambda: env, [EpisodeSpec(task, memory)], delivery, ExpertExecutor(), EpisodeLimits(1), concurrency=1
+        )
+        rows += episode_rows(episode, by_id(memory))
+    assert [row.own_scene for row in rows] == [True, False, False]
+    save_rows([replace(row, teacher_level="command") for row in rows], tmp_path / "rows")
+    assert [(row.own_scene, row.teacher_level) for row in load_rows(tmp_path / "rows")] == [
+        (True, "command"),
+        (False, "command"),
+        (False, "command"),
+    ]
 
 
 def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -> None:

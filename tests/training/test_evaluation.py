@@ -14,8 +14,8 @@ from compiler import checkpoint
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig, TrainingEvaluation
+from data_gen.held_out import rows_environment_settings, select_held_out_specs, split_held_out_specs
 from data_gen.rows import SftRowDataset
-from data_gen.tasks import rows_environment_settings, select_held_out_specs, split_held_out_specs
 from envs.registry import Environments, executor_instructions_for
 from executor.build import load_frozen
 from memcompiler.collection import run_collect

@@ -145,7 +145,7 @@ def load_executor(model: str) -> FrozenExecutor:
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:
     """Load a compiler with a checkpoint, or the base without one."""
     settings = CompilerConfig(
-        model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
+        model=model, checkpoint=checkpoint, dtype="float32", instructions="none", history=0, max_new_tokens=TOKENS
     )
     if checkpoint:
         return load_compiler(settings, None)

@@ -366,4 +366,4 @@ def ask_all(situation: TeacherStep, rng: random.Random, emission_first: float) -
 
 
 def _length(situation: TeacherStep) -> int:
-    return sum(len(part.text) for part in compiler_parts(situation.request, images=False))
+    return sum(len(part.text) for part in compiler_parts(situation.request, images=False, history=0))

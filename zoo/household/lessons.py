@@ -86,7 +86,7 @@ def gathering_lesson(backbone: Backbone, example: CompilerExample, rng: random.R
 
     Without this stage, LoRA on q and v did not learn to find the mark in a few hundred steps of SFT.
     """
-    prompt = backbone.encode(compiler_parts(example.request))
+    prompt = backbone.encode(compiler_parts(example.request, history=0))
     prompt = prompt.extended([*backbone.ids(example.emission), backbone.end_id])
     n = rng.randint(4, 8)
     target = list(backbone.ids(f" {example.shown or NOTHING}"))

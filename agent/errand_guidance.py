@@ -1,0 +1,346 @@
+"""Guidance for household errands from what an agent may know: goal, M, b_t, o_t and the last command, without a plan.
+
+What is due follows from the goal's subgoals, which the Brief State holds. The first view lists the scene's places, and
+later views do not, so the Brief State notes at the first view, each as a list of places that shrinks:
+
+    mug: maybe shelf 2-1        where M's entries found a mug, and where one was seen since
+    heat: maybe microwave 1     appliances of the kinds that M's entries used
+    cabinet: maybe cabinet 4-1  places that may receive the thing
+    unsearched: desk 1, ...     places whose content has not been seen
+
+A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
+and `Errands.due` reads the state after them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from agent.leads import Lead
+from agent.records import is_refusal
+from compiler.brief_state import MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
+from envs.household.command_reader import PUT, TAKE, TREAT, location, take_command
+from envs.household.errands import (
+    LOOK,
+    Errand,
+    Step,
+    View,
+    kind_of,
+    kind_of_episode,
+    listed_places,
+    place_of,
+    read_view,
+    steps_of,
+)
+from memory.entry import MemoryEntry
+
+MAYBE = "maybe "  # begins a belief that lists places
+HOLDING, UNSEARCHED = "holding", "unsearched"
+MOST = 6  # places that M names for a thing which are noted
+GO, OPEN = "go to ", "open "
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The command that is due, and why."""
+
+    command: str
+    reason: str
+
+    @property
+    def at_hand(self) -> bool:
+        """Return whether the command acts where the agent is."""
+        return not self.command.startswith(GO)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The last command with its answer, and what the answer shows."""
+
+    command: str
+    text: str
+    view: View
+
+    @property
+    def refused(self) -> bool:
+        return is_refusal(self.text)
+
+    @property
+    def here(self) -> str:
+        """Return the place in front of the agent, as far as command and answer tell it."""
+        there = not self.refused or self.command.startswith(GO) or PUT.fullmatch(self.command)  # it may be closed
+        return self.view.place or (place_of(self.command) if there else "")
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """List the places in front of the agent whose content the answer does not show."""
+        return self.view.facing or ((self.here,) if self.refused and self.command.startswith(GO) else ())
+
+
+def answered(command: str, text: str) -> Answered:
+    """Read the answer to a command; "" for the first view, or for an answer that is not known and counts as done."""
+    return Answered(command, text, read_view(text))
+
+
+class Notes:
+    """A Brief State and the operations that made it."""
+
+    def __init__(self, state: BriefState) -> None:
+        self.state, self.ops = state, list[Op]()
+
+    def do(self, op: Op) -> None:
+        self.state = self.state.apply(op)
+        self.ops.append(op)
+
+    def put(self, key: str, value: str) -> None:
+        """Set a belief; "" removes it."""
+        known = self.state.belief(key)
+        if value != (known or ""):
+            self.do(Delete(key) if not value else Create(key, value) if known is None else Update(key, value))
+
+    def places(self, key: str) -> list[str]:
+        """List the places that a belief names."""
+        known = self.state.belief(key)
+        return expand(known.removeprefix(MAYBE)) if known else []
+
+    def put_places(self, key: str, places: Sequence[str]) -> None:
+        """Set a list of places: as many of the first as fit."""
+        start = "" if key == UNSEARCHED else MAYBE
+        while places and len(start + compress(places)) > MAX_CHARACTERS:
+            places = places[:-1]
+        self.put(key, start + compress(places) if places else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Errands:
+    """What is due in an errand, according to M.
+
+    Args:
+        memory: entries; those of successful episodes of the errand's kind show its routine.
+        leads: returns the places that M names for a need ("find mug"), given a text that names the scene's places.
+        by_kinds: begin a search at the kinds of places where M's entries found anything.
+    """
+
+    errand: Errand
+    memory: tuple[MemoryEntry, ...]
+    leads: Callable[[str, str], Sequence[Lead]]
+    by_kinds: bool = True
+
+    # -- the Brief State ----------------------------------------------------------------------------------------------
+
+    def note(self, notes: Notes, last: Answered) -> None:
+        """Note the plan, what the last command did, and what the view shows."""
+        if not notes.state.current:
+            notes.do(Create(PLAN, "; ".join(self._plan(notes.state))))
+        if (places := listed_places(last.text)) and notes.state.belief(UNSEARCHED) is None:
+            self._list(notes, last.text, places)
+        if last.command and not last.refused:
+            self._note_done(notes, last.command)
+        elif last.command:
+            self._note_refused(notes, last)
+        if last.view.things is not None:
+            self._note_seen(notes, last.view.place, last.view)
+
+    def _plan(self, state: BriefState) -> list[str]:
+        """List the subgoals; where all were done and the goal is not reached, those of one more thing."""
+        if not state.completed:
+            return self.errand.subgoals
+        again = replace(self.errand, count=1).subgoals
+        return again[1:] if kind_of(state.belief(HOLDING) or "") == self.errand.thing else again
+
+    def _list(self, notes: Notes, text: str, places: Sequence[str]) -> None:
+        """Note the scene's places by what they may be good for."""
+        for need in (f"find {name}" for name in self._things()):
+            named = dict.fromkeys(lead.place for lead in self.leads(need, text) if lead.place in places)
+            notes.put_places(need.removeprefix("find "), list(named)[:MOST])
+        used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == self.errand.kind}
+        notes.put_places(self.errand.kind, [place for place in places if kind_of(place) in used - {""}])
+        if self.errand.kind != LOOK:
+            notes.put_places(self.errand.target, [place for place in places if kind_of(place) == self.errand.target])
+        notes.put_places(UNSEARCHED, places)
+
+    def _things(self) -> list[str]:
+        """List the kinds of things to look for."""
+        return [self.errand.thing, *([self.errand.target] if self.errand.kind == LOOK else [])]
+
+    def _note_done(self, notes: Notes, command: str) -> None:
+        thing, current = self.errand.thing, notes.state.current
+        if m := TAKE.fullmatch(command):
+            notes.put(HOLDING, command.removeprefix("take ").split(" from ")[0])
+            if left := _without_one(notes.places(m["thing"]), m["place"]):
+                notes.put_places(m["thing"], left)
+            elif notes.state.belief(m["thing"]):
+                notes.put(m["thing"], "")
+            if current == f"find {m['thing']}":
+                notes.do(Fold(command))
+        elif m := PUT.fullmatch(command):
+            notes.put(HOLDING, "")
+            if current == f"put {thing} in {m['kind']}" and m["thing"] == thing:
+                notes.do(Fold(command))
+                if notes.state.current:  # another one goes to the same place
+                    notes.put_places(self.errand.target, [m["place"]])
+            elif m["thing"] == thing and not current.startswith("find "):
+                left = [f"find {thing}", current, *notes.state.pending]
+                notes.do(Update(PLAN, "; ".join(left)))
+                notes.put_places(thing, [m["place"], *_without_one(notes.places(thing), m["place"])])
+        elif (m := TREAT.match(command)) and current == f"{m['verb']} {m['thing']}":
+            notes.do(Fold(command))
+
+    def _note_refused(self, notes: Notes, last: Answered) -> None:
+        """Drop a place that cannot even be looked at. Other refused commands may have been given elsewhere."""
+        place = place_of(last.command)
+        if not last.command.startswith("examine ") or not place:
+            return
+        for key in (*self._things(), self.errand.kind, self.errand.target, UNSEARCHED):
+            if place in (listed := notes.places(key)):
+                notes.put_places(key, [other for other in listed if other != place])
+
+    def _note_seen(self, notes: Notes, place: str, view: View) -> None:
+        """Add the place to the lists of things that are there, remove it from others, and from those not searched."""
+        for name in self._things():
+            listed, there = notes.places(name), len(view.of_kind(name))
+            if place == self._delivered(notes.state):
+                there = 0
+            count = min(there, self.errand.count)
+            if count != listed.count(place):
+                notes.put_places(name, [place] * count + [other for other in listed if other != place])
+        notes.put_places(UNSEARCHED, [other for other in notes.places(UNSEARCHED) if other != place])
+
+    def _delivered(self, state: BriefState) -> str:
+        """Return the place that received the first of two things; "" if none did."""
+        if self.errand.count == 1:
+            return ""
+        put = next((m for done in state.completed if (m := PUT.fullmatch(done))), None)
+        return put["place"] if put else ""
+
+    # -- what is due ---------------------------------------------------------------------------------------------------
+
+    def due(self, notes: Notes, last: Answered) -> Due | None:
+        """Return the command that is due and why; None where M supports none."""
+        verb, _, rest = notes.state.current.partition(" ")
+        cited = self._cited({"find": "take"}.get(verb, verb))
+        if not cited:
+            return None
+        holding = notes.state.belief(HOLDING) or ""
+        match verb:
+            case "find":
+                return self._find(notes, last, rest, holding, cited)
+            case "put":
+                return self._put(notes, last, holding, cited)
+            case "use":
+                lamps = last.view.of_kind(rest)
+                return Due(f"use {lamps[0]}", cited) if lamps else self._seek(notes, last, rest)
+        return self._treat(notes, last, verb, holding, cited)
+
+    def _find(self, notes: Notes, last: Answered, thing: str, holding: str, cited: str) -> Due | None:
+        if holding and last.here and not last.view.closed and not (last.refused and PUT.fullmatch(last.command)):
+            return Due(f"move {holding} to {last.here}", f"to take a {thing}, the hands must be free")
+        found = last.view.of_kind(thing)
+        if found and last.here != self._delivered(notes.state):
+            return Due(take_command(found[0], last.here), f"{found[0]} is in view; {cited}")
+        return self._seek(notes, last, thing)
+
+    def _seek(self, notes: Notes, last: Answered, thing: str) -> Due | None:
+        """Go on searching: open the place here, or go to the next that M names or that was not searched yet."""
+        named, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
+        if here in (*named, *unsearched) and last.view.closed:
+            return Due(f"{OPEN}{here}", f"{here} is closed")
+        unknown = [place for place in last.unseen if place in (*named, *unsearched)]
+        if unknown or (here in named and last.view.things is None):
+            unknown = unknown or [here]
+            return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
+        if places := [place for place in named if place != here]:
+            return Due(f"{GO}{places[0]}", self._why_there(notes, thing, places[0]))
+        if places := [place for place in self._search_order(unsearched) if place != here]:
+            return Due(f"{GO}{places[0]}", f"no {thing} so far, and {places[0]} is not searched")
+        return None
+
+    def _search_order(self, unsearched: Sequence[str]) -> list[str]:
+        """Order places: first the kinds where M's entries found anything, most often first; then the rarest kinds."""
+        taken = (step for _, steps in self._routines() for step in steps if step.verb == "take")
+        found = Counter(kind_of(step.place) for step in taken if self.by_kinds)
+        left = Counter(map(kind_of, unsearched))
+        return sorted(unsearched, key=lambda place: (-found[kind_of(place)], left[kind_of(place)]))
+
+    def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
+        places = notes.places(verb)
+        if not holding or not places:
+            return None
+        if here := [place for place in (last.here, *last.view.facing) if place in places]:
+            return Due(f"{verb} {holding} with {here[0]}", cited)
+        return Due(f"{GO}{places[0]}", cited)
+
+    def _put(self, notes: Notes, last: Answered, holding: str, cited: str) -> Due | None:
+        places, here = notes.places(self.errand.target), last.here
+        if unknown := [place for place in last.unseen if place in places]:
+            return Due(f"examine {unknown[0]}", f"whether {unknown[0]} is open is not known")
+        if here not in places:
+            return Due(f"{GO}{places[0]}", cited) if holding and places else None
+        if last.view.closed or (last.refused and PUT.fullmatch(last.command)):
+            return Due(f"{OPEN}{here}", f"{here} is closed")
+        return Due(f"move {holding} to {here}", cited) if holding else None
+
+    # -- what M shows --------------------------------------------------------------------------------------------------
+
+    def _routines(self) -> list[tuple[MemoryEntry, list[Step]]]:
+        """List the successful episodes of this kind of errand with their steps."""
+        successes = [entry for entry in self.memory if entry.provenance.success]
+        told = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
+        return [(entry, steps) for entry, steps in told if kind_of_episode(steps) == self.errand.kind]
+
+    def _cited(self, verb: str) -> str:
+        """Say what the first entry that shows such a step did before and then; "" if none shows one."""
+        for entry, steps in self._routines():
+            at = next((i for i, step in enumerate(steps) if step.verb == verb), None)
+            if at is not None:
+                scene = f"in {entry.provenance.scene} " if entry.provenance.scene else ""
+                before = f"after {steps[at - 1].words} came " if at else "first came "
+                return f"{scene}{before}{steps[at].words}"
+        return ""
+
+    def _why_there(self, notes: Notes, thing: str, place: str) -> str:
+        """Cite the entry that found the thing in such a place; else it was seen there."""
+        leads = self.leads(f"find {thing}", place)
+        lead = next((lead for lead in leads if lead.place == place), None)
+        return location(lead.scene, thing, lead.fact.place) if lead else f"a {thing} was seen in {place}"
+
+
+def compress(places: Sequence[str]) -> str:
+    """Write names shorter: "cabinet 3, cabinet 2, cabinet 1, desk 1" is "cabinet 3-1, desk 1"."""
+    parts = list[str]()
+    for kind, names in groupby(places, kind_of):
+        numbers = [int(name.split(" ")[1]) for name in names]
+        runs = list[list[int]]()
+        for number in numbers:
+            step = number - runs[-1][-1] if runs else 0
+            if runs and abs(step) == 1 and (len(runs[-1]) == 1 or step == runs[-1][1] - runs[-1][0]):
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        parts.append(f"{kind} " + " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs))
+    return ", ".join(parts)
+
+
+def expand(text: str) -> list[str]:
+    """Read the names that `compress` wrote; other words are ignored."""
+    names = list[str]()
+    for part in text.split(", "):
+        if m := re.fullmatch(r"([a-z]+)((?: \d{1,4}(?:-\d{1,4})?)+)", part):
+            for run in m[2].split():
+                first, *last = map(int, run.split("-"))
+                end = last[0] if last else first
+                numbers = range(first, end + 1) if end >= first else range(first, end - 1, -1)
+                names += [f"{m[1]} {number}" for number in numbers]
+    return names
+
+
+def _without_one(places: Sequence[str], place: str) -> list[str]:
+    """Remove the first occurrence of a place."""
+    left = list(places)
+    if place in left:
+        left.remove(place)
+    return left

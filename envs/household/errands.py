@@ -1,0 +1,141 @@
+"""Errands: household goals in ALFWorld's words, the subgoals they need, and the steps that past episodes show for them.
+
+A subgoal is one of `find mug`, `heat mug`, `put mug in cabinet` and `use desklamp`. Places and things are written as
+in views: `cabinet 3`, `mug 1`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from envs.household.command_reader import PUT, TAKE, TREAT, USE
+
+LOOK, PLACE = "look", "put"  # kinds of errands beside the treatments heat, cool and clean
+_ADJECTIVES = {"hot": "heat", "cool": "cool", "clean": "clean"}
+_IN = r"(?:in/on|in|on) (?:a |an |the )?(?P<target>[a-z]+)"
+_GOALS = (
+    re.compile(rf"(?:put|find) (?P<two>two) (?P<thing>[a-z]+) (?:and put them )?{_IN}"),
+    re.compile(rf"put (?:a|an|some) (?:(?P<how>clean|hot|cool) )?(?P<thing>[a-z]+) {_IN}"),
+    re.compile(rf"(?P<verb>heat|cool|clean) (?:a|an|some) (?P<thing>[a-z]+) and put it {_IN}"),
+    re.compile(r"(?:look at|examine) (?:a |an |the )?(?P<thing>[a-z]+) (?:under|with) the (?P<target>[a-z]*lamp)"),
+)
+_LISTED = re.compile(r"Looking quickly around you, you see (?P<places>[^.]*)\.")
+_SEEN = re.compile(
+    r"(?:On the (?P<on>[a-z]+ \d+)|The (?P<open>[a-z]+ \d+) is open\. In it), you see (?P<things>[^.]*)\."
+)
+_CLOSED = re.compile(r"The (?P<place>[a-z]+ \d+) is closed\.")
+_FACING = re.compile(r"You are facing the (?P<places>[^.]*)\.")
+_NAME = re.compile(r"\b[a-z]+ \d+\b")
+_AT = re.compile(r"(?:go to|open|close|examine|.* (?:from|to|in/on|in|on|with)) (?P<place>[a-z]+ \d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a goal asks for: a kind of thing, its treatment, and where it goes."""
+
+    kind: str  # heat, cool, clean, `PLACE` or `LOOK`
+    thing: str  # "mug"
+    target: str  # the kind of place that receives it, or for `LOOK` the kind of lamp
+    count: int = 1
+
+    @property
+    def subgoals(self) -> list[str]:
+        """List the subgoals in order."""
+        if self.kind == LOOK:
+            return [f"find {self.thing}", f"use {self.target}"]
+        treatment = [] if self.kind == PLACE else [f"{self.kind} {self.thing}"]
+        return [f"find {self.thing}", *treatment, f"put {self.thing} in {self.target}"] * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command of an episode that did a part of an errand."""
+
+    verb: str  # take, heat, cool, clean, put or use
+    thing: str
+    place: str = ""
+
+    @property
+    def words(self) -> str:
+        """Name the step by kinds: "cool pan with fridge"."""
+        kind = kind_of(self.place)
+        link = {"take": "", "put": f" in {kind}", "use": ""}.get(self.verb, f" with {kind}" if kind else "")
+        return f"{self.verb} {self.thing}{link}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What an answer shows of a place: its name, and its things; None where it is closed or not described.
+
+    `facing` lists the places at the agent's location, where the answer names them.
+    """
+
+    place: str = ""
+    closed: bool = False
+    things: tuple[str, ...] | None = None
+    facing: tuple[str, ...] = ()
+
+    def of_kind(self, kind: str) -> list[str]:
+        """List the things of a kind in view."""
+        return [thing for thing in self.things or () if kind_of(thing) == kind]
+
+
+def read_errand(goal: str) -> Errand | None:
+    """Parse a goal, with or without its scene; None for other wordings."""
+    text = goal.split(": ", 1)[-1].strip().rstrip(".").lower()
+    found = next((m for form in _GOALS if (m := form.fullmatch(text))), None)
+    if found is None:
+        return None
+    parts = {"two": None, "how": None, "verb": None, **found.groupdict()}
+    treatment = parts["verb"] or _ADJECTIVES.get(parts["how"] or "", PLACE)
+    kind = LOOK if parts["target"].endswith("lamp") else treatment
+    return Errand(kind, found["thing"], found["target"], 2 if parts["two"] else 1)
+
+
+def steps_of(actions: Sequence[str]) -> list[Step]:
+    """List the steps of an episode, without walks, looks and openings."""
+    steps = list[Step]()
+    for action in actions:
+        if m := TAKE.fullmatch(action):
+            steps.append(Step("take", m["thing"], m["place"]))
+        elif m := PUT.fullmatch(action):
+            steps.append(Step("put", m["thing"], m["place"]))
+        elif (m := TREAT.match(action)) and m["verb"] != "slice":
+            steps.append(Step(m["verb"], m["thing"], m["place"] or ""))
+        elif m := USE.fullmatch(action):
+            steps.append(Step("use", m["thing"]))
+    return steps
+
+
+def kind_of_episode(steps: Sequence[Step]) -> str:
+    """Return the kind of errand that an episode did; "" for none."""
+    verbs = [step.verb for step in steps]
+    treatment = next((verb for verb in verbs if verb in _ADJECTIVES.values()), "")
+    return treatment or (LOOK if "use" in verbs else PLACE if "put" in verbs else "")
+
+
+def read_view(text: str) -> View:
+    """Parse what an answer shows of the place in front of the agent."""
+    if m := _SEEN.search(text):
+        return View(m["on"] or m["open"], things=tuple(_NAME.findall(m["things"])))
+    if m := _CLOSED.search(text):
+        return View(m["place"], closed=True)
+    facing = tuple(_NAME.findall(m["places"])) if (m := _FACING.search(text)) else ()
+    return View(facing[0] if facing else "", facing=facing)
+
+
+def listed_places(text: str) -> list[str]:
+    """List the scene's places that a view of the room names."""
+    listed = _LISTED.search(text)
+    return _NAME.findall(listed["places"]) if listed else []
+
+
+def place_of(command: str) -> str:
+    """Return the place that a command is carried out at; "" where it names none."""
+    m = _AT.fullmatch(command)
+    return m["place"] if m else ""
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a thing or place: "mug" of "mug 1"."""
+    return name.split(" ")[0]

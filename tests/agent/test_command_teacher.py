@@ -1,0 +1,307 @@
+"""The teacher of subgoals and commands: what it says follows from goal, M, b_t, o_t and past commands alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.command_teacher import CommandTeacher, Teaching, load_teacher
+from agent.deliveries import Delivery, find
+from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
+from agent.errand_guidance import compress, expand
+from agent.records import Episode, EpisodeContext
+from compiler.brief_state import BriefState, apply_ops
+from compiler.language import Emission
+from compiler.records import CompileRequest
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
+from data_gen.experience import collect_experience
+from data_gen.recall_mix import RecallMix
+from data_gen.tasks import episode_specs
+from envs.alfworld.environment import AlfworldEnvironment
+from envs.base import Environment
+from envs.command_reader import CommandReader
+from envs.household.command_reader import AlfworldReader, HouseholdReader
+from envs.household.environment import HouseholdEnvironment
+from envs.household.errands import Errand, read_errand
+from envs.household.world import KINDS
+from envs.scienceworld.command_reader import ScienceWorldReader
+from memory.bank import MemoryBank
+from memory.entry import MemoryEntry, Provenance
+from tests.fakes import Obedient
+
+TEACHER = CommandTeacher(reader=AlfworldReader())
+GOAL = "in FloorPlan1: put a cool mug in cabinet"
+ROOM = (
+    "You are in the middle of a room. Looking quickly around you, you see a cabinet 2, a cabinet 1, a countertop 1, "
+    "a fridge 1, and a shelf 1."
+)
+
+
+def remembered(scene: str, *actions: str, goal: str = "cool some mug and put it in cabinet") -> MemoryEntry:
+    return MemoryEntry(f"{scene}{actions}", "", Provenance("", scene, goal, "train", True, actions))
+
+
+COOLED = remembered(
+    "FloorPlan2",
+    "go to shelf 9",
+    "take mug 3 from shelf 9",
+    "go to fridge 1",
+    "cool mug 3 with fridge 1",
+    "go to cabinet 4",
+    "open cabinet 4",
+    "move mug 3 to cabinet 4",
+)
+HEATED = remembered("FloorPlan1", "take mug 1 from shelf 1", "heat mug 1 with microwave 1", "move mug 1 to cabinet 1")
+
+
+class Talk:
+    """A conversation with the teacher: commands and answers go in, emissions come out."""
+
+    def __init__(self, *memory: MemoryEntry, teacher: CommandTeacher = TEACHER, goal: str = GOAL) -> None:
+        self.teacher, self.goal, self.memory = teacher, goal, memory
+        self.state, self.history = BriefState(goal), tuple[str, ...]()
+
+    def hear(self, answer: str, *command: str) -> Emission:
+        self.history += command
+        asked = CompileRequest(self.goal, self.memory, self.state, answer, history=self.history)
+        said = self.teacher.emission(asked)
+        self.state, errors = apply_ops(said.ops, self.state)
+        assert not errors
+        return said
+
+
+def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
+    talk = Talk(COOLED)
+    first = talk.hear(ROOM)
+    assert (first.guidance, first.reason) == ("go to shelf 1", "in FloorPlan2 the mug was in shelf 9")
+    assert talk.state.current == "find mug" and talk.state.pending == ("cool mug", "put mug in cabinet")
+    assert talk.state.belief("cool") == "maybe fridge 1" and talk.state.belief("cabinet") == "maybe cabinet 2-1"
+    lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
+    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
+    seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
+    assert seen.guidance == "take mug 2 from countertop 1" and "mug 2 is in view" in seen.reason
+    taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
+    assert taken.guidance == "go to fridge 1"
+    assert taken.reason == "in FloorPlan2 after take mug came cool mug with fridge"
+    there = talk.hear("You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1")
+    assert there.guidance == "cool mug 2 with fridge 1"
+    assert talk.hear("You cool the mug 2 using the fridge 1.", "cool mug 2 with fridge 1").guidance == "go to cabinet 2"
+    closed = talk.hear("You arrive at cabinet 2. The cabinet 2 is closed.", "go to cabinet 2")
+    assert (closed.guidance, closed.reason) == ("open cabinet 2", "cabinet 2 is closed")
+    opened = talk.hear("You open the cabinet 2. The cabinet 2 is open. In it, you see nothing.", "open cabinet 2")
+    assert opened.guidance == "move mug 2 to cabinet 2"
+    assert talk.state.completed == ("take mug 2 from countertop 1", "cool mug 2 with fridge 1")
+
+
+def test_subgoals_say_what_is_to_be_done_with_the_names_at_hand() -> None:
+    talk = Talk(COOLED, teacher=replace(TEACHER, level="subgoal"))
+    assert talk.hear(ROOM).guidance == "find mug in shelf 1"
+    seen = "You arrive at countertop 1. On the countertop 1, you see a mug 2."
+    assert talk.hear(seen, "go to countertop 1").guidance == "find mug"
+    assert talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1").guidance == (
+        "cool mug 2"
+    )
+
+
+FAILED = replace(COOLED, provenance=replace(COOLED.provenance, success=False))
+
+
+@pytest.mark.parametrize("memory", [(), (HEATED,), (FAILED,)])
+def test_it_is_silent_without_successful_entries_of_the_kind_and_keeps_the_notes(memory) -> None:
+    talk = Talk(*memory)
+    said = talk.hear(ROOM)
+    assert not said.guidance and talk.state.current == "find mug"
+
+
+def test_where_a_command_did_nothing_it_goes_another_way() -> None:
+    talk = Talk(COOLED)
+    talk.hear(ROOM)
+    assert talk.hear("Nothing happens.", "go to shelf 1").guidance == "examine shelf 1"  # the agent is there already
+    assert talk.hear("Nothing happens.", "examine shelf 1").guidance == "go to countertop 1"
+    talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
+    talk.hear("You cool the mug 2 using the fridge 1.", "cool mug 2 with fridge 1")
+    assert talk.hear("Nothing happens.", "move mug 2 to cabinet 2").guidance == "open cabinet 2"
+    assert talk.hear("Nothing happens.", "open cabinet 2").guidance == "go to cabinet 2"
+
+
+def test_a_thing_put_down_in_the_wrong_place_is_fetched_from_there() -> None:
+    talk = Talk(COOLED)
+    talk.hear(ROOM)
+    talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
+    put = talk.hear("You move the mug 2 to the shelf 1.", "move mug 2 to shelf 1")
+    assert talk.state.current == "find mug" and talk.state.belief("mug") == "maybe shelf 1"
+    assert put.guidance == "examine shelf 1"  # the answer does not show what is there
+    assert talk.hear("You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1").guidance == "open fridge 1"
+    emptied = "You open the fridge 1. The fridge 1 is open. In it, you see nothing."
+    assert talk.hear(emptied, "open fridge 1").guidance == "go to shelf 1"
+
+
+def test_other_things_are_put_down_before_the_sought_one_is_taken() -> None:
+    talk = Talk(COOLED)
+    talk.hear(ROOM)
+    assert talk.hear("You pick up the pen 1 from the shelf 1.", "take pen 1 from shelf 1").guidance == (
+        "move pen 1 to shelf 1"
+    )
+
+
+def test_silence_where_the_agent_is_on_its_way_depends_on_seed_task_and_step_alone() -> None:
+    quiet = replace(TEACHER, silence=1.0)
+    talk = Talk(COOLED, teacher=quiet)
+    assert talk.hear(ROOM).guidance == "go to shelf 1"  # a way is always shown
+    assert not talk.hear("You arrive at shelf 1. On the shelf 1, you see a mug 1.", "go to shelf 1").guidance
+    some, view = replace(TEACHER, silence=0.5), "You arrive at shelf 1. On the shelf 1, you see a mug 1."
+    asked = CompileRequest(GOAL, (COOLED,), Talk().state, view, history=("go to shelf 1",))
+    said = {id: some.emission(asked, id).guidance for id in map(str, range(40))}
+    assert len(set(said.values())) == 2 and said == {id: some.emission(asked, id).guidance for id in said}
+
+
+# -- whole episodes ----------------------------------------------------------------------------------------------------
+
+
+def play(env: Environment, specs: list[EpisodeSpec], teacher: CommandTeacher, steps: int = 50) -> list[Episode]:
+    delivery = Delivery("teacher", "compiled", teacher, soft=False)
+    return run_episodes(lambda: env, specs, delivery, Obedient(), EpisodeLimits(steps), concurrency=1)
+
+
+class Blindfolded(HouseholdEnvironment):
+    """Homes whose expert cannot be asked."""
+
+    def expert(self) -> list[str] | None:
+        raise AssertionError("the teacher asked the expert")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_generated_homes_are_solved_without_the_expert(own: bool, tmp_path: Path) -> None:
+    settings = {"scenes": {"train": 8}, "images": False, "kinds": KINDS}
+    env, homes = HouseholdEnvironment(**settings), HouseholdReader()
+    bank = MemoryBank(tmp_path / "bank")
+    bank.write([])
+    collect_experience(lambda: env, env.tasks("train_experience"), bank, CommandTeacher(reader=homes), round_size=1)
+    specs = episode_specs(env.tasks("train")[:24], bank, 8, "task" if own else "scene")
+    played = play(Blindfolded(**settings), specs, CommandTeacher(reader=homes))
+    assert [step.op_errors for e in played for step in e.steps if step.op_errors] == []
+    told = [e for e in played if any(step.guidance for step in e.steps)]
+    assert len(told) >= 18 and all(e.success for e in told) and not any(e.error for e in played)
+
+
+def test_plans_change_nothing(shared_data: Path) -> None:
+    env = AlfworldEnvironment(shared_data / "alfworld", images=False)
+    game = env.tasks("valid_seen")[0]
+    env.reset(game)
+    plan = env.expert()
+    asked = [
+        CompileRequest(GOAL, (COOLED,), BriefState(GOAL), ROOM),
+        CompileRequest(GOAL, (COOLED,), None, "On the shelf 1, you see a mug 1.", history=("go to shelf 1",)),
+    ]
+    said = [TEACHER.compile(asked, [EpisodeContext(each)] * 2) for each in (None, plan, ["take mug 1 from safe 9"])]
+    assert [[c.emission for c in some] for some in said] == [[c.emission for c in said[0]]] * 3
+    assert said[0][1].emission.guidance == "take mug 1 from shelf 1" and not said[0][1].emission.ops
+
+
+# -- recipes, controls and settings ------------------------------------------------------------------------------------
+
+
+def test_recipes_go_on_as_most_past_episodes_did() -> None:
+    teacher = CommandTeacher(reader=CommandReader())
+    past = tuple(remembered("", "press button 1", "pull lever", "leave", goal=GOAL) for _ in range(2))
+    say = lambda view, *done: teacher.emission(CompileRequest(GOAL, past, None, view, history=done))
+    assert say("a machine") == Emission("press button 1", "it began with press button 1")
+    assert say("it hums", "press button 1") == Emission("pull lever", "after press button 1 came pull lever")
+    assert say("done", "press button 1", "pull lever", "leave").guidance == ""
+    once = CompileRequest(GOAL, past[:1], None, "a machine")
+    assert teacher.emission(once).guidance == ""  # one entry alone may name what is not here
+    assert teacher.emission(replace(once, observation="a button 1 to press")).guidance == "press button 1"
+
+
+def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None:
+    goal = "Your task is to boil water."
+    did = ("teleport to kitchen", "pick up metal pot", "activate stove")
+    past = tuple(remembered("", *did, goal=goal) for _ in range(2))
+    teacher = CommandTeacher(reader=ScienceWorldReader())
+    say = lambda view, *done: teacher.emission(CompileRequest(goal, past, BriefState(goal), view, history=done))
+    assert say("This room is called the hallway.").guidance == "teleport to kitchen"
+    arrived = say("This room is called the kitchen. You see a metal pot.", "teleport to kitchen")
+    assert (arrived.guidance, arrived.reason) == ("pick up metal pot", "it began with pick up metal pot")
+
+
+def test_controls_name_no_places_or_those_of_random_entries() -> None:
+    blind = Talk(COOLED, teacher=replace(TEACHER, entry="none"))
+    assert blind.hear(ROOM).reason == "no mug so far, and countertop 1 is not searched"
+    pen = remembered("FloorPlan3", "take pen 1 from cabinet 1", "cool pen 1 with fridge 1", "move pen 1 to shelf 1")
+    wrong = Talk(pen, teacher=replace(TEACHER, entry="random")).hear(ROOM)
+    assert (wrong.guidance, wrong.reason) == ("go to cabinet 2", "in FloorPlan1 the mug was in cabinet 2")
+
+
+def test_a_level_that_cannot_be_read_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="environment scienceworld supports place, command"):
+        EvalConfig(env={"name": "scienceworld"}, teacher_level="subgoal")
+    with pytest.raises(ValueError, match="environment scienceworld supports"):
+        CollectConfig(env={"name": "scienceworld"}, teacher_level="subgoal")
+    with pytest.raises(ValueError, match="CommandReader supports place, command"):
+        load_teacher(CommandReader(), Teaching("subgoal"))
+    with pytest.raises(ValueError, match="gated_teacher"):
+        CollectConfig(teacher_level="command", gated_teacher=0.5)
+
+
+def test_deliveries_take_the_level_of_the_settings() -> None:
+    reader = AlfworldReader()
+    create = lambda name, level: find(name).create(None, 0, reader, teaching=Teaching(level)).compiler
+    asked = {"expert_compiler": "place", "expert_random_entry": "subgoal", "expert_no_places": "place"}
+    levels = {name: getattr(create(name, level), "level", "place") for name, level in asked.items()}
+    assert levels == {"expert_compiler": "place", "expert_random_entry": "subgoal", "expert_no_places": "command"}
+
+
+@pytest.mark.parametrize(
+    ("goal", "errand"),
+    [
+        ("in home 1: put two creditcard in dresser", Errand("put", "creditcard", "dresser", 2)),
+        ("find two knife and put them in drawer", Errand("put", "knife", "drawer", 2)),
+        ("put some mug on desk", Errand("put", "mug", "desk")),
+        ("put a hot mug in cabinet", Errand("heat", "mug", "cabinet")),
+        ("clean some fork and put it in drawer", Errand("clean", "fork", "drawer")),
+        ("examine the cd with the desklamp", Errand("look", "cd", "desklamp")),
+        ("do something nice", None),
+    ],
+)
+def test_goals_in_alfworlds_words(goal: str, errand: Errand | None) -> None:
+    assert read_errand(goal) == errand
+
+
+@pytest.mark.parametrize(
+    ("places", "short"),
+    [
+        (["cabinet 3", "cabinet 2", "cabinet 1", "desk 1"], "cabinet 3-1, desk 1"),
+        (["cabinet 9", "cabinet 8", "cabinet 5", "cabinet 6"], "cabinet 9-8 5-6"),
+        (["desk 1", "desk 1", "shelf 2", "desk 1"], "desk 1 1, shelf 2, desk 1"),
+        ([], ""),
+    ],
+)
+def test_lists_of_places_are_written_short_and_read_back(places: list[str], short: str) -> None:
+    assert compress(places) == short and expand(short) == places
+
+
+def test_expansion_ignores_what_is_no_list_of_places() -> None:
+    assert expand("not where memory says, shelf one, desk 123456, fridge 1") == ["fridge 1"]
+
+
+def test_what_an_episode_recalls_depends_on_seed_and_task_alone(tmp_path: Path) -> None:
+    env = HouseholdEnvironment(scenes={"train": 8}, images=False, kinds=KINDS)
+    bank = MemoryBank(tmp_path / "bank")
+    bank.write([])
+    collect_experience(
+        lambda: env, env.tasks("train_experience"), bank, CommandTeacher(reader=HouseholdReader()), round_size=1
+    )
+    tasks, memory = env.tasks("train"), CollectConfig().memory
+    mix = RecallMix(own_scene=0.5, nothing=0.1, other_kinds=0.2, seed=3, reader=HouseholdReader())
+    specs = {spec.task.id: spec for spec in mix.specs(tasks, bank, memory)}
+    again = mix.specs(tasks[5:], bank, memory)
+    assert [specs[spec.task.id].memory for spec in again] == [spec.memory for spec in again]
+    of = lambda recall: [spec for spec in specs.values() if spec.recall == recall]
+    share = {recall: len(of(recall)) / len(tasks) for recall in ("nothing", "other kinds", "other scenes", "all")}
+    assert all(abs(share[name] - p) < 0.12 for name, p in (("nothing", 0.1), ("other kinds", 0.2), ("all", 0.35)))
+    assert all(spec.memory == () for spec in of("nothing"))
+    assert all(e.provenance.scene != s.task.scene for s in of("other scenes") for e in s.memory)
+    assert any(e.provenance.scene == s.task.scene for s in of("all") for e in s.memory)
+    for spec in of("other kinds"):
+        assert spec.memory and not Talk(*spec.memory, goal=spec.goal).hear(ROOM).guidance
