@@ -149,7 +149,8 @@ class BatchedGames:
         if expert_type == "handcoded":
             Handcoded.check()
         self.gamefiles, self.batch_size = list(game_files), batch_size
-        self._limit, self._expert_type, self._shuffled, self._wording = limit, expert_type, shuffled, wording
+        self._limit, self._expert_type, self._shuffled = limit, expert_type, shuffled
+        self._wording: WordingName = wording
         self._episodes: list[Episode] = []
         self.seed(FIRST_SEED)
 
@@ -168,8 +169,9 @@ class BatchedGames:
     def reset(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
         """Start the next games; return observations and infos by game."""
         files = [next(self._order) for _ in range(self.batch_size)]
-        rules = self._limit, self._expert_type, self._shuffled, self._wording
-        self._episodes = [Episode(path, *rules) for path in files]
+        self._episodes = [
+            Episode(path, self._limit, self._expert_type, self._shuffled, self._wording) for path in files
+        ]
         return self._seen()
 
     def step(

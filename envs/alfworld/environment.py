@@ -184,7 +184,7 @@ class AlfworldSettings(EnvSettings):
     images: bool = False
     """Observations have floor plans, drawn by the household engine; the games have no view."""
     wording: WordingName = "game"
-    """Words of commands and answers: each game's own, those of alfworld 0.4 (`move mug 1 to desk 1`), or those before it
+    """Words of commands and answers: each game's own, alfworld 0.4's (`move mug 1 to desk 1`), or those before 0.4
     (`put mug 1 in/on desk 1`), which older papers and few-shot examples have."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one game's world, for memory.protocol living."""
@@ -193,7 +193,7 @@ class AlfworldSettings(EnvSettings):
     def _only_natively_reworded(self) -> Self:
         if self.engine == "textworld" and self.wording != "game":
             raise ValueError(
-                f"TextWorld plays games in their own words: env.wording={self.wording} needs engine=native"
+                f"TextWorld plays games as their files say: env.wording={self.wording} needs engine=native"
             )
         return self
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from envs.base import EnvironmentFailure, Position, Task
 from envs.household import world
@@ -168,9 +168,10 @@ def read_game(path: Path, wording: WordingName = "game", shuffle: Shuffle | None
 
 def checked_wording(wording: str) -> WordingName:
     """Return the name of a wording. Raises: ValueError, if there is none of that name."""
-    if wording != "game" and wording not in WORDINGS:
-        raise ValueError(f"no wording {wording!r}; there are game, {', '.join(WORDINGS)}")
-    return wording
+    for known in get_args(WordingName):
+        if wording == known:
+            return known
+    raise ValueError(f"no wording {wording!r}; there are {', '.join(get_args(WordingName))}")
 
 
 def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:

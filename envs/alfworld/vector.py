@@ -56,7 +56,8 @@ class AlfworldVectorEnv(VectorEnv):
             raise ValueError(f"num_envs must be at least 1, not {num_envs}")
         games = AlfworldGames(data_root, wording)
         self._files = [str(games.path(task)) for task in games.tasks(split)]
-        self.num_envs, self._limit, self._wording = num_envs, max_episode_steps, wording
+        self.num_envs, self._limit = num_envs, max_episode_steps
+        self._wording: WordingName = wording
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
         self.single_observation_space = Text(LONGEST_TEXT, charset=string.printable)
         self.single_action_space = Text(LONGEST_COMMAND, min_length=0, charset=string.printable)
