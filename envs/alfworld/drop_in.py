@@ -56,7 +56,7 @@ class AlfredTWEnv:
         if train_eval not in _SPLITS:
             raise ValueError(f"no train_eval {train_eval!r}; there are {', '.join(_SPLITS)}")
         self.config, self.train_eval = config, train_eval
-        self._wording = checked_wording(config.get("env", {}).get("wording", "game"))
+        self._wording: WordingName = checked_wording(config.get("env", {}).get("wording", "game"))
         self.collect_game_files()
 
     def collect_game_files(self, verbose: bool = False) -> None:

@@ -45,7 +45,7 @@ class AlfworldGames:
     """The games of an ALFWORLD_DATA folder, with the interface of `generate.Generator`."""
 
     def __init__(self, data_root: str | os.PathLike[str] | None = None, wording: WordingName = "game") -> None:
-        self._wording = checked_wording(wording)
+        self._wording: WordingName = checked_wording(wording)
         root = data_root or os.environ.get("ALFWORLD_DATA")
         self._root = Path(expand_home(os.fspath(root))) / FOLDER if root else None
         self._tasks: dict[str, list[Task]] = {}
