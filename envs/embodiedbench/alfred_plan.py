@@ -156,8 +156,9 @@ class Plan:
         if skill != step.skill:
             return False
         if step.verb == "put down":
-            return _kind(self.state.receptacle) == _kind(step.thing) and self._expected(self.done).held != ""
-        return step.verb != "pick up" or self.state.near in step.before
+            there = _kind(self.state.receptacle) == _kind(step.thing)
+            return there and self.state.held == self._expected(self.done).held
+        return step.verb not in ("pick up", "slice") or self.state.near in step.before
 
     def _slices(self) -> list[Interaction]:
         return [step for step in self.steps if step.verb == "slice"]

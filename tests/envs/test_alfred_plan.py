@@ -1,4 +1,4 @@
-"""EB-ALFRED's expert: demonstrations in the benchmark's skills, played in the stand-in, also after other commands."""
+"""EB-ALFRED's expert: demonstrations in the benchmark's skills, played in a toy world, also after other commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from compiler.language import Kind
+from configs.collect import CollectConfig
+from data_gen.rows import load_rows
 from envs.embodiedbench import hosted, tasks
 from envs.embodiedbench.alfred_plan import DROP, PUT, Plan, interactions
+from memcompiler.collection import run_collect
 
-STANDIN = Path(__file__).parent / "embodiedbench_standin"
+STANDIN, WORLD = (Path(__file__).parent / name for name in ("embodiedbench_standin", "alfred_world"))
 DATA = Path("embodiedbench", "envs", "eb_alfred", "data")
 CLOSED = ("Fridge", "Microwave", "Cabinet", "Drawer", "Safe")
 
@@ -87,6 +91,7 @@ def test_a_demonstration_is_written_in_the_skills_of_the_benchmark():
         (LIGHT, ["find a CD", "pick up the CD"], [DROP, *LIT]),
         (LIGHT, [*LIT[:2], "find a Desk", PUT], LIT),
         (LIGHT, [*LIT[:2], DROP], LIT[1:]),
+        (CUT, ["find a Apple", "pick up the Apple", "find a Sink", PUT], [*SLICED, *PLACED]),
         # what was opened or switched beside the plan is reset
         (HEAT, ["find a Microwave", "open the Microwave"], ["close the Microwave", *HEATED]),
         (HEAT, [*HEATED[:2], "close the Cabinet_2"], HEATED[1:]),
@@ -109,10 +114,8 @@ def test_a_thing_that_is_needed_whole_cannot_be_sliced_and_one_that_is_sliced_is
 
 
 @pytest.fixture(scope="module")
-def official() -> list[dict[str, Any]]:
-    folder = Path(__file__).parents[2].parent / "shared" / "data" / "embodiedbench" / "eb_alfred"
-    if not folder.is_dir():
-        pytest.skip("needs EmbodiedBench's task files in ../shared/data, which are not in the repository")
+def official(shared_data) -> list[dict[str, Any]]:
+    folder = shared_data / "embodiedbench" / "eb_alfred"
     names = [name for name in tasks.SPLITS["eb_alfred"] if name != "train"]
     return [
         {**entry, "split": name} for name in names for entry in json.loads((folder / f"{name}.json").read_text("utf-8"))
@@ -162,9 +165,10 @@ def demonstration(entry: dict[str, Any], skills: list[str]) -> list[dict[str, An
 
 @pytest.fixture(scope="module")
 def bench(official, tmp_path_factory) -> Iterator[hosted.HostedEmbodiedBench]:
-    """The stand-in with the official tasks and their demonstrations."""
+    """The stand-in with the official tasks, their demonstrations, and a world for all seven kinds of tasks."""
     home = tmp_path_factory.mktemp("checkout")
     shutil.copytree(STANDIN, home, dirs_exist_ok=True)
+    shutil.copytree(WORLD, home / DATA.parent, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path.cwd())
         patch.setattr(sys, "path", list(sys.path))
@@ -176,7 +180,9 @@ def bench(official, tmp_path_factory) -> Iterator[hosted.HostedEmbodiedBench]:
             splits.setdefault(entry["split"], []).append(pair)
             file = home / DATA / "json_2.1.0" / name / "pp" / f"ann_{repeat}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"plan": {"low_actions": demonstration(entry, skills)}}), "utf-8")
+            said = {"anns": [{"task_desc": entry["task description"]}] * (repeat + 1)}
+            plan = {"low_actions": demonstration(entry, skills)}
+            file.write_text(json.dumps({"plan": plan, "turk_annotations": said}), "utf-8")
         (home / DATA / "splits" / "splits.json").write_text(json.dumps(splits), "utf-8")
         yield host
         host.close()
@@ -184,7 +190,7 @@ def bench(official, tmp_path_factory) -> Iterator[hosted.HostedEmbodiedBench]:
             del sys.modules[module]
 
 
-def test_the_demonstrations_of_all_300_official_tasks_are_skills_and_solve_them_in_the_stand_in(bench):
+def test_the_demonstrations_of_all_300_official_tasks_are_skills_and_solve_them_in_the_toy_world(bench):
     played = [task for split in tasks.SPLITS["eb_alfred"][:-1] for task in bench.tasks(split)]
     assert len(played) == 300
     for task in played:
@@ -213,3 +219,26 @@ def test_the_expert_solves_the_tasks_after_commands_beside_its_plan(bench):
             near = [s for s in bench.env.language_skill_set if s.split()[-1] in things or s in (PUT, DROP)]
             made = bench.step(chance.choice(near) if stray else left[0])
         assert made["success"], task["id"]
+
+
+@pytest.mark.seconds
+def test_a_collection_with_the_expert_gives_rows_with_guidance(bench, tmp_path, monkeypatch):
+    """Two official tasks are held out; the others are training tasks."""
+    home = tmp_path / "checkout"
+    shutil.copytree(bench.home, home)
+    splits = json.loads((home / DATA / "splits" / "splits.json").read_text("utf-8"))
+    short = {name: entries[:2] for name, entries in splits.items()}
+    (home / DATA / "splits" / "splits.json").write_text(json.dumps(short), "utf-8")
+    monkeypatch.setenv("EMBODIEDBENCH_PYTHON", sys.executable)
+    asked = {
+        "env": {"name": "eb_alfred", "home": str(home), "resolution": 64},
+        "memory": {"k": 4},
+        "limit": 6,
+        "max_steps": 30,
+        "noise": 0.0,
+    }
+    run_collect(CollectConfig.model_validate(asked), tmp_path / "run")
+    counts = json.loads((tmp_path / "run" / "collect.json").read_text())
+    assert counts["successes"] == 6 and counts["bank_entries"] > 200
+    rows = load_rows(tmp_path / "run" / "rows")
+    assert {row.kind for row in rows} >= {Kind.HYBRID, Kind.NOACTION}  # a plan's first command, at the least

@@ -101,7 +101,7 @@ def test_simulator_and_adapter_count_the_same_invalid_actions(host):
     outcomes = [bench.step("open the Fridge" if i % 2 else "nonsense") for i in range(10)]
     assert [made["done"] for made in outcomes] == [False] * 9 + [True]
     assert bench.env._current_step == 5
-    assert "Cannot open Fridge." in outcomes[1]["observation"]["text"]
+    assert "Object cannot be opened." in outcomes[1]["observation"]["text"]
 
 
 def test_only_actions_in_a_row_count_where_the_simulator_does_not(host):
