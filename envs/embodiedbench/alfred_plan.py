@@ -47,6 +47,7 @@ class _State:
     receptacle: str = ""  # where a put goes: the simulator forgets it after any skill but find, open and put
     open: frozenset[str] = frozenset()
     on: frozenset[str] = frozenset()
+    inside: Mapping[str, str] = field(default_factory=dict)  # thing -> the open place into which it was put
     moved: frozenset[str] = frozenset()  # not where the plan has them, so nothing is known to be beside them
 
     def apply(self, skill: str, thing: str) -> None:
@@ -56,8 +57,11 @@ class _State:
             self.receptacle, self.near = thing, "" if thing == self.held else thing
         elif verb == "pick up":
             self.held = thing
+            self.inside = {other: place for other, place in self.inside.items() if other != thing}
         elif verb in ("put down", "drop"):
             self.moved = self.moved | {self.held} if verb == "drop" else self.moved - {self.held}
+            if verb == "put down" and self.receptacle in self.open:
+                self.inside = {**self.inside, self.held: self.receptacle}
             self.held = ""
         elif verb == "open":
             self.open |= {thing}
@@ -114,11 +118,13 @@ class Plan:
     sliced: set[str] = field(default_factory=set)
 
     def note(self, skill: str, worked: bool = True) -> None:
-        """Follow a skill. One that did not work may have made the simulator forget where a put goes."""
+        """Follow a skill. After one that did not work, the robot finds the thing again before it does more there."""
         verb, thing = verb_of(skill)
         if not worked:
+            self.state.near = ""
             self.state.receptacle = self.state.receptacle if verb in ("open", "put down") else ""
             return
+        moved = set[str]()  # what was put where the plan does not have it
         if self.done < len(self.steps) and self._is_next(skill):
             step = self.steps[self.done]
             thing, self.done = step.thing, self.done + 1
@@ -127,7 +133,7 @@ class Plan:
             self._go_back(thing, after=1)  # else it is dropped
         elif verb in ("put down", "drop"):
             self._go_back(self.state.held, after=0)
-            skill = DROP  # wherever it was put, the plan does not have it there
+            moved = {self.state.held}
         elif verb == "slice":
             thing = self.state.near if _kind(self.state.near) == thing else thing
             used, cut = ({s.thing for s in steps} for steps in (self.steps, self._slices()))
@@ -135,6 +141,7 @@ class Plan:
         if verb == "slice":
             self.sliced.add(thing)
         self.state.apply(skill, thing)
+        self.state.moved |= moved
         while self.done < len(self.steps) and self._is_cut(self.steps[self.done]):
             self.done += 1
 
@@ -145,7 +152,13 @@ class Plan:
         state = _State(**vars(self.state))
         skills = self._repairs(state)
         for step in self.steps[self.done :]:
-            skills += [] if self._is_cut(step) else _with_find(step, state)
+            if self._is_cut(step):
+                continue
+            place = state.inside.get(step.thing, "") if step.verb == "pick up" else ""
+            shut = place != "" and place not in state.open
+            skills += _with_find(_door("open", place), state) if shut else []
+            skills += _with_find(step, state)
+            skills += _with_find(_door("close", place), state) if shut else []
         return skills
 
     def _is_cut(self, step: Interaction) -> bool:
@@ -189,10 +202,7 @@ class Plan:
                 (state.on, expected.on, "turn off", "turn on"),
             ):
                 if (step.thing in now) != (step.thing in wanted):
-                    verb = undo if step.thing in now else redo
-                    thing = step.thing if verb in ("open", "close") else _kind(step.thing)
-                    repair = Interaction(f"{verb} the {thing}", step.thing, frozenset({step.thing}))
-                    skills += _with_find(repair, state)
+                    skills += _with_find(_door(undo if step.thing in now else redo, step.thing), state)
         return skills
 
 
@@ -205,6 +215,12 @@ def _with_find(step: Interaction, state: _State) -> list[str]:
         state.apply(skills[0], step.thing)
     state.apply(step.skill, step.thing)
     return skills
+
+
+def _door(verb: str, thing: str) -> Interaction:
+    """Create the interaction that opens, closes or switches a thing."""
+    named = thing if verb in ("open", "close") else _kind(thing)
+    return Interaction(f"{verb} the {named}", thing, frozenset({thing}))
 
 
 def _kind(thing: str) -> str:

@@ -104,6 +104,14 @@ def test_what_is_left_after_a_command_beside_the_plan(demonstration, done, left)
     assert after(plan_of(*demonstration), *done) == left
 
 
+def test_after_a_command_that_did_not_work_the_thing_is_found_again():
+    plan = plan_of(*HEAT)
+    for skill in HEATED[:4]:
+        plan.note(skill)
+    plan.note("close the Cabinet_2", worked=False)
+    assert plan.left() == ["find a Cabinet_2", *HEATED[4:]]
+
+
 def test_a_thing_that_is_needed_whole_cannot_be_sliced_and_one_that_is_sliced_is_not_sliced_again():
     whole = [act("PickupObject", "Knife"), act("PutObject", "Knife", "Sink"), act("PickupObject", "Apple")]
     assert after(plan_of(*whole), *SLICED) is None

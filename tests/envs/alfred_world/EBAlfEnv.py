@@ -71,6 +71,7 @@ class EBAlfEnv:
         lows = [low["api_action"].get("objectId", "") for low in annotation.get("plan", {}).get("low_actions", [])]
         if self.movable != "None" and not any(f"{self.wanted}|" in thing for thing in lows):
             self.where[self.wanted] = self.movable  # in some tasks it lies in it from the start
+        self._fill_places(annotation)
         self.open, self.on = set(), set()
         self._current_step = self._cur_invalid_actions = 0
         self._current_episode_num += 1
@@ -88,12 +89,27 @@ class EBAlfEnv:
                     known += [] if name in known else [name]
         shelves = ids.setdefault("Shelf", [])
         shelves += ["Shelf|1", "Shelf|2"][len(shelves) :]
-        names = {i: kind + (f"_{n + 1}" if n else "") for kind, known in ids.items() for n, i in enumerate(known)}
+        self.names = names = {
+            i: kind + (f"_{n + 1}" if n else "") for kind, known in ids.items() for n, i in enumerate(known)
+        }
         more = [name for name in names.values() if "_" in name]
         self.id_to_name_dict = {i: name for i, name in names.items() if len(ids[i.split("|")[0]]) > 1}
         self.language_skill_set = [*SKILLS, *(f"find a {name}" for name in more)]
         for verb in ("open", "close"):
             self.language_skill_set += [f"{verb} the {name}" for name in more if name.split("_")[0] in OPENABLE]
+
+    def _fill_places(self, annotation):
+        """Put into closed places what the demonstration takes out of them."""
+        known, opened = set(), ""
+        for low in annotation.get("plan", {}).get("low_actions", []):
+            action = low["api_action"]
+            thing = self.names.get("|".join(action.get("objectId", "").split("|")[:4]), "")
+            if action["action"] in ("OpenObject", "CloseObject"):
+                opened = thing if action["action"] == "OpenObject" else ""
+            elif action["action"] in ("PickupObject", "SliceObject") and thing not in known:
+                known.add(thing)
+                if opened:
+                    self.where[thing] = opened
 
     def step(self, action, reasoning=""):
         assert self._reset, "Reset env before stepping"
