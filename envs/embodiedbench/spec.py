@@ -201,6 +201,7 @@ def _spec(
         expert=expert,
         list_tasks=list_tasks,
         isolation=isolation,
+        sources=("envs.embodiedbench",),
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
