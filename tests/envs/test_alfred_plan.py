@@ -229,7 +229,7 @@ def test_the_expert_solves_the_tasks_after_commands_beside_its_plan(bench):
         assert made["success"], task["id"]
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_a_collection_with_the_expert_gives_rows_with_guidance(bench, tmp_path, monkeypatch):
     """Two official tasks are held out; the others are training tasks."""
     home = tmp_path / "checkout"
