@@ -246,9 +246,10 @@ class PolicyLoss(Settings):
     """Weight of a text token; 0 trains the latent channel alone."""
     latent_weight: float = Field(default=1.0, ge=0)
     """Weight of a soft token; 0 trains the text channel alone."""
-    latent_gradient: Literal["score", "pathwise"] = "score"
-    """Gradient of the soft tokens. score: from their own probability ratio (Eq. 8). pathwise: through the frozen
-    executor, from the ratio of the action that it sampled, which counts as one soft token."""
+    latent_gradient: Literal["density_root", "pathwise"] = "density_root"
+    """Gradient of the soft tokens. density_root: from the d-th root of each soft token's density ratio (d dimensions)
+    as Eq. 8's ratio. pathwise: through the frozen executor, from the ratio of the action that it sampled, which counts
+    as one soft token."""
     importance_cap: float = Field(default=0.0, ge=0)
     """Cap of the importance weight trainer/engine of each token; 0: no importance weights."""
 

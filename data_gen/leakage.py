@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
-from configs.load import ConfigError
-from configs.run_folder import RunFolder
+from configs.load import ConfigError, read_yaml
+from configs.run_folder import CONFIG, RunFolder
 from configs.training import GrpoConfig
 from data_gen.isolation import BankAudit, IsolationCheck, LeakageError, audit_bank, check, isolation_rules
 from data_gen.memory_factory import open_memory
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
-from envs.registry import DEFAULT, find
+from envs.registry import DEFAULT, find, settings_of
 from envs.spec import EnvSpec
 from memory.protocol import MemorySystem
 from runtime.store import read_json
@@ -224,13 +224,14 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
 
 
 def rows_environment(rows: Sequence[Path]) -> EnvSpec:
-    """Return the environment of rows, which has the instructions of executor and compiler.
+    """Return the environment of rows, with the instructions of executor and compiler for its settings.
 
     Rows without a manifest (`allow_leakage`) count as the household's.
     """
     for folder in rows:
         if (folder.parent / MANIFEST).is_file():
-            return find(Manifest.read(folder.parent / MANIFEST).benchmark)
+            spec, config = find(Manifest.read(folder.parent / MANIFEST).benchmark), folder.parent / CONFIG
+            return spec.worded(settings_of(read_yaml(config)["env"])) if config.is_file() else spec
     return find(DEFAULT)
 
 

@@ -83,12 +83,12 @@ def default_settings() -> EnvSettings:
 
 def executor_instructions_for(settings: EnvSettings) -> ExecutorInstructions:
     """Return the executor's instructions for the environment."""
-    return find(settings.name).executor_instructions
+    return find(settings.name).worded(settings).executor_instructions
 
 
 def compiler_instructions_for(settings: EnvSettings) -> str:
     """Return the compiler's instructions for the environment, besides the emission language."""
-    return find(settings.name).compiler_instructions
+    return find(settings.name).worded(settings).compiler_instructions
 
 
 def command_reader_for(settings: EnvSettings) -> CommandReader:

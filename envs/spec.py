@@ -11,9 +11,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -182,9 +182,18 @@ class EnvSpec:
     lists_commands: bool | None = None  # list the admissible commands below; None: only below the default instructions
     # Instructions of compilers, besides the emission language: the agent, its memory, and what to say and note.
     compiler_instructions: str = ""
+    # Writes instructions in the words of the environment's settings.
+    reworded: Callable[[Any, str], str] = lambda settings, text: text
     # Selects the steps whose views a memory entry stores, from an episode's commands; the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
     reader: CommandReader = field(default_factory=CommandReader)  # parses its commands, for teachers
+
+    def worded(self, settings: Any) -> Self:
+        """Return the environment with the instructions that its settings need."""
+        executor, compiler = (self.reworded(settings, text) for text in (self.instructions, self.compiler_instructions))
+        if (executor, compiler) == (self.instructions, self.compiler_instructions):
+            return self
+        return replace(self, instructions=executor, compiler_instructions=compiler)
 
     @property
     def executor_instructions(self) -> ExecutorInstructions:

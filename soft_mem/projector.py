@@ -42,8 +42,11 @@ class Gaussian:
         return self.mu + temperature * self.log_sigma.exp() * noise
 
     def log_prob(self, z: Tensor, temperature: float = 1.0) -> Tensor:
-        """Compute the mean log-density of z per dimension at std T*sigma: (B, N), fp32. (With the sum, one update
-        saturates every clip.)"""
+        """Compute the mean log-density of z per dimension at std T*sigma: (B, N), fp32.
+
+        A ratio of its exponentials is the d-th root of the density ratio, d the number of dimensions. (With the sum,
+        which is the density's logarithm, one update saturates every clip.)
+        """
         mu, log_sigma = self.mu.float(), self.log_sigma.float() + math.log(temperature)
         square = ((z.float() - mu) * torch.exp(-log_sigma)) ** 2
         return -0.5 * (square + 2 * log_sigma + math.log(2 * math.pi)).mean(-1)

@@ -9,10 +9,11 @@ group of `group_size` sampled episodes of each, advantages within the groups, an
 (`_optimizer_step`) on all samples. Ranks share the episodes; a group may be split over ranks.
 
 The policy is the emission's text and the N Gaussian soft tokens, at the steps at which the executor reads them
-(`executor.soft_on`). With `latent_gradient: score` (Eq. 8) they count as N more tokens, and the executor has no part in
-the gradient. `pathwise` is another unbiased estimate of the same gradient: the soft tokens are mu + sigma noise with
-the noise given, and the action that the executor samples after them is the policy's last token. Reward reaches mu and
-sigma through the frozen executor, in the one direction that matters; the score function must find it among N d ones.
+(`executor.soft_on`). With `latent_gradient: density_root` they count as N more tokens in Eq. 8, whose ratio is the d-th
+root of the density ratio (d dimensions), and the executor has no part in the gradient. `pathwise` is another unbiased
+estimate of the same gradient, up to a factor: the soft tokens are mu + sigma noise with the noise given, and the action
+that the executor samples after them is the policy's last token. Reward reaches mu and sigma through the frozen
+executor, in the one direction that matters; the score function must find it among N d ones.
 
 Token weights are computed from global counts, so the split over ranks and micro-batches changes nothing. All randomness
 is a function of (seed, update): resuming needs no generator state.

@@ -39,8 +39,8 @@ def clipped_surrogate(
 ) -> Surrogate:
     """Compute paper Eq. 8 with the asymmetric clip of C.3.2: -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old.
 
-    Tokens are text tokens and soft tokens; r is the ratio of a token's probability (or density) under the policy to
-    that under the old policy.
+    Tokens are text tokens and soft tokens. r is the ratio of a text token's probability under the policy to that under
+    the old policy; of a soft token, the d-th root of its density ratio (`soft_mem.projector.Gaussian.log_prob`).
     """
     ratio = (logprobs_BT - old_BT).exp()
     gain = advantages_B[:, None]

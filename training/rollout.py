@@ -236,7 +236,7 @@ def _action_sample(step: StepRecord, compiled: Compilation) -> ActionSample:
     if action is None or action.prompt is None or action.logprob is None or action.chosen is None:
         raise ValueError(
             "loss.latent_gradient=pathwise needs actions sampled from admissible ones: this environment lists none, or "
-            "the executor generates free text; use loss.latent_gradient=score"
+            "the executor generates free text; use loss.latent_gradient=density_root"
         )
     assert compiled.z is not None and step.admissible is not None
     noise = torch.zeros_like(compiled.z) if compiled.noise is None else compiled.noise

@@ -23,6 +23,7 @@ from data_gen.questions.histories import ExpertHistories, expert_histories
 from data_gen.questions.records import Question, QuestionSet, load_question_sets
 from data_gen.questions.templates import template_questions
 from memory.protocol import Trace
+from memory.s3mem.features import FEATURES_CHOSEN_WITH
 from memory.s3mem.index import UnitIndex
 from memory.s3mem.packing import pack_evidence
 from memory.s3mem.router import Router, RouterExample, fit_router, training_matrices
@@ -144,6 +145,7 @@ def train_router(out: Path, environments: Sequence[str], seed: int = 0, question
         "c": best,
         "held_out_recall": {f"{c:g}": round(score, 4) for c, (score, _) in scores.items()},
         "benchmarks": [],
+        "features_chosen_with": list(FEATURES_CHOSEN_WITH),
         "settings": settings.model_dump(mode="json"),
     }
     if questions:
@@ -151,5 +153,6 @@ def train_router(out: Path, environments: Sequence[str], seed: int = 0, question
         manifest["asked"] = {"questions": sum(len(each.questions) for each in written), "sha256": sha}
     router = replace(scores[best][1], manifest=manifest)
     router.save(out / "router.safetensors")
+    console.print(f"  its features were chosen with {', '.join(FEATURES_CHOSEN_WITH)} in sight, its weights were not")
     console.print(f"  {out / 'router.safetensors'}: sha256 {router.sha256[:16]}, {time.monotonic() - started:.0f} s")
     return router

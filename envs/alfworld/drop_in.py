@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.alfworld.episodes import EXPERTS, Episode, Handcoded, game_order
-from envs.alfworld.games import GAME_FILE, read_trial
+from envs.alfworld.games import GAME_FILE, WordingName, checked_wording, read_trial
 from envs.base import EnvironmentFailure
 from envs.household.world import KINDS
 from runtime.progress import progress
@@ -40,6 +40,7 @@ class AlfredTWEnv:
 
     Args:
         config: the content of alfworld's base_config.yaml; reads `dataset`, `env`, `general`, `rl` and `dagger`.
+            `env.wording`, which alfworld does not have, sets the words of commands and answers (`games.WORDINGS`).
         train_eval: "train", "eval_in_distribution" or "eval_out_of_distribution".
 
     Attributes:
@@ -47,7 +48,7 @@ class AlfredTWEnv:
         num_games: number of games.
 
     Raises:
-        ValueError: another `train_eval`, a missing setting, or a broken file.
+        ValueError: another `train_eval`, a missing setting, an unknown wording, or a broken file.
         FileNotFoundError: there are no games.
     """
 
@@ -55,6 +56,7 @@ class AlfredTWEnv:
         if train_eval not in _SPLITS:
             raise ValueError(f"no train_eval {train_eval!r}; there are {', '.join(_SPLITS)}")
         self.config, self.train_eval = config, train_eval
+        self._wording: WordingName = checked_wording(config.get("env", {}).get("wording", "game"))
         self.collect_game_files()
 
     def collect_game_files(self, verbose: bool = False) -> None:
@@ -85,8 +87,20 @@ class AlfredTWEnv:
             raise ValueError(f"general.training_method is {method!r}; there are {', '.join(_METHODS)}")
         limit = _setting(self.config, _METHODS[method], "training", "max_nb_steps_per_episode")
         expert_type = _setting(self.config, "env", "expert_type") if train and method == "dagger" else None
+        if expert_type == "handcoded" and self._wording == "before_0_4":
+            raise ValueError(
+                "alfworld's handcoded expert speaks as the games of alfworld 0.4 do: with env.wording=before_0_4, set "
+                "env.expert_type to planner"
+            )
         shuffled = train and bool(_setting(self.config, "env", "domain_randomization"))
-        return BatchedGames(self.game_files, batch_size, limit=limit, expert_type=expert_type, shuffled=shuffled)
+        return BatchedGames(
+            self.game_files,
+            batch_size,
+            limit=limit,
+            expert_type=expert_type,
+            shuffled=shuffled,
+            wording=self._wording,
+        )
 
     def _folder(self, key: str) -> str:
         named = _setting(self.config, "dataset", key)
@@ -120,7 +134,13 @@ class BatchedGames:
     """
 
     def __init__(
-        self, game_files: Sequence[str], batch_size: int, limit: int, expert_type: str | None, shuffled: bool
+        self,
+        game_files: Sequence[str],
+        batch_size: int,
+        limit: int,
+        expert_type: str | None,
+        shuffled: bool,
+        wording: WordingName = "game",
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -130,6 +150,7 @@ class BatchedGames:
             Handcoded.check()
         self.gamefiles, self.batch_size = list(game_files), batch_size
         self._limit, self._expert_type, self._shuffled = limit, expert_type, shuffled
+        self._wording: WordingName = wording
         self._episodes: list[Episode] = []
         self.seed(FIRST_SEED)
 
@@ -148,7 +169,9 @@ class BatchedGames:
     def reset(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
         """Start the next games; return observations and infos by game."""
         files = [next(self._order) for _ in range(self.batch_size)]
-        self._episodes = [Episode(path, self._limit, self._expert_type, self._shuffled) for path in files]
+        self._episodes = [
+            Episode(path, self._limit, self._expert_type, self._shuffled, self._wording) for path in files
+        ]
         return self._seen()
 
     def step(

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
-from envs.alfworld.games import FOLDER, AlfworldGames
-from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
+from pydantic import model_validator
+
+from envs.alfworld.games import FOLDER, AlfworldGames, WordingName
+from envs.alfworld.prompts import COMPILING, INSTRUCTIONS, before_0_4
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.command_reader import AlfworldReader
 from envs.household.environment import REFUSED, EngineEnvironment, pickup_views
@@ -50,8 +52,9 @@ class AlfworldEnvironment(EngineEnvironment):
         images: bool = True,
         seed: int = 0,
         sequences: Mapping[str, Any] | None = None,
+        wording: WordingName = "game",
     ) -> None:
-        self._folder = AlfworldGames(data_root)
+        self._folder = AlfworldGames(data_root, wording)
         super().__init__(self._folder, images, seed, sequences)
 
     def game_file(self, task: Task) -> Path:
@@ -180,15 +183,30 @@ class AlfworldSettings(EnvSettings):
     """Engine that plays the games: the household engine, or TextWorld (extra `alfworld`)."""
     images: bool = False
     """Observations have floor plans, drawn by the household engine; the games have no view."""
+    wording: WordingName = "game"
+    """Words of commands and answers: each game's own, alfworld 0.4's (`move mug 1 to desk 1`), or those before 0.4
+    (`put mug 1 in/on desk 1`), which older papers and few-shot examples have."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one game's world, for memory.protocol living."""
+
+    @model_validator(mode="after")
+    def _only_natively_reworded(self) -> Self:
+        if self.engine == "textworld" and self.wording != "game":
+            raise ValueError(
+                f"TextWorld plays games as their files say: env.wording={self.wording} needs engine=native"
+            )
+        return self
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
     root = str(Path(settings.data_root).resolve()) if settings.data_root else None
     name = "TextWorldEnvironment" if settings.engine == "textworld" else "AlfworldEnvironment"
-    arguments = settings.model_dump(include={"images", "seed", "sequences"})
+    arguments = settings.model_dump(include={"images", "seed", "sequences", "wording"})
     return WorkerSpec(f"{__name__}:{name}", {"data_root": root, **arguments})
+
+
+def _instructions(settings: AlfworldSettings, text: str) -> str:
+    return before_0_4(text) if settings.wording == "before_0_4" else text
 
 
 def find_games() -> str:
@@ -236,6 +254,7 @@ ALFWORLD = EnvSpec(
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
     compiler_instructions=COMPILING,
+    reworded=_instructions,
     views=pickup_views,
     reader=AlfworldReader(),
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.alfworld.games import opening, read_game
+from envs.alfworld.games import WordingName, opening, read_game
 from envs.household import expert
 from envs.household.engine import Engine
 from envs.household.world import NOWHERE, bits
@@ -31,14 +31,22 @@ class Episode:
         limit: maximum number of commands; 0: no limit.
         expert_type: one of EXPERTS, or None.
         shuffled: shuffle the numbers in things' names with Python's global `random`, as alfworld does.
+        wording: words of commands and answers (`games.WORDINGS`).
 
     Raises:
         EnvironmentFailure: the file cannot be played.
     """
 
-    def __init__(self, path: str, limit: int = 0, expert_type: str | None = None, shuffled: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        limit: int = 0,
+        expert_type: str | None = None,
+        shuffled: bool = False,
+        wording: WordingName = "game",
+    ) -> None:
         self.path, self._left = path, limit or -1
-        self.engine = Engine(read_game(Path(path), random.shuffle)) if shuffled else _engine(path)
+        self.engine = Engine(read_game(Path(path), wording, random.shuffle)) if shuffled else _engine(path, wording)
         self.state = self.engine.reset()
         self.text, self.won, self.done = opening(self.engine), False, False
         self._expert = None if expert_type is None else EXPERTS[expert_type](path)
@@ -71,8 +79,8 @@ class Episode:
 
 
 @lru_cache(maxsize=256)  # since reading a game takes longer than playing it
-def _engine(path: str) -> Engine:
-    return Engine(read_game(Path(path)))
+def _engine(path: str, wording: WordingName) -> Engine:
+    return Engine(read_game(Path(path), wording))
 
 
 # Experts ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from envs.base import EnvironmentFailure, Position, Task
 from envs.household import world
@@ -26,6 +27,10 @@ FOLDER = "json_2.1.1"
 GAME_FILE = "game.tw-pddl"
 BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 
+# How commands and answers are worded: as each game's file says, or in all games as in alfworld 0.4, or as before it.
+WordingName = Literal["game", "current", "before_0_4"]
+WORDINGS: Mapping[WordingName, Wording] = {"current": Wording(), "before_0_4": world.BEFORE_0_4}
+
 Shuffle = Callable[[list[str]], None]  # of identifiers, in place
 
 _HOW_TO_GET = (
@@ -39,7 +44,8 @@ _REMEDY = "move its folder away, or get the games anew (`alfworld-download --for
 class AlfworldGames:
     """The games of an ALFWORLD_DATA folder, with the interface of `generate.Generator`."""
 
-    def __init__(self, data_root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, data_root: str | os.PathLike[str] | None = None, wording: WordingName = "game") -> None:
+        self._wording: WordingName = checked_wording(wording)
         root = data_root or os.environ.get("ALFWORLD_DATA")
         self._root = Path(expand_home(os.fspath(root))) / FOLDER if root else None
         self._tasks: dict[str, list[Task]] = {}
@@ -60,7 +66,7 @@ class AlfworldGames:
 
     def game(self, task: Task) -> tuple[Game, None]:
         """Read the game of a task; real games mark no item."""
-        return with_goal(read_game(self.path(task)), task), None
+        return with_goal(read_game(self.path(task), self._wording), task), None
 
     def worlds(self, split: str) -> list[Task]:
         """Return the split's tasks, since each game is a world."""
@@ -151,12 +157,21 @@ def _read_object(path: Path, content: bytes) -> dict[str, Any]:
 # One game ------------------------------------------------------------------------------------------------------
 
 
-def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
+def read_game(path: Path, wording: WordingName = "game", shuffle: Shuffle | None = None) -> Game:
     """Read a game file. Raises: EnvironmentFailure, if it cannot be played."""
     try:
-        return load_game(parse_json(path.read_text(encoding="utf-8")), shuffle)
+        game = load_game(parse_json(path.read_text(encoding="utf-8")), shuffle)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise EnvironmentFailure(f"cannot play {path}: {error}") from error
+    return replace(game, wording=WORDINGS.get(wording, game.wording))
+
+
+def checked_wording(wording: str) -> WordingName:
+    """Return the name of a wording. Raises: ValueError, if there is none of that name."""
+    for known in get_args(WordingName):
+        if wording == known:
+            return known
+    raise ValueError(f"no wording {wording!r}; there are {', '.join(get_args(WordingName))}")
 
 
 def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:

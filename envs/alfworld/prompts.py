@@ -22,3 +22,8 @@ needed: not for a thing that is in view or in hand, nor a place that a note or t
 steps such as find mug; heat mug; put mug in cabinet. Note where a thing may be, best first \
 (`mug: maybe shelf 2, shelf 1`), drop a place from that once it is seen to lack it, and note other searched places by \
 what they lack (`cabinet 1: no mug`), and a command that keeps failing."""
+
+
+def before_0_4(text: str) -> str:
+    """Name the command that puts a thing down as games before alfworld 0.4 do."""
+    return text.replace("move THING to PLACE", "put THING in/on PLACE")

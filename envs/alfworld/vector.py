@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from envs.alfworld.episodes import Episode, game_order
-from envs.alfworld.games import AlfworldGames
+from envs.alfworld.games import AlfworldGames, WordingName
 
 ID = "memcompiler/ALFWorld-v0"
 LONGEST_TEXT, LONGEST_COMMAND = 8192, 256  # characters, far above any text's and command's
@@ -37,9 +37,10 @@ class AlfworldVectorEnv(VectorEnv):
     Args:
         split: "train", "valid_seen", "valid_unseen", or a folder written by `memcompiler env export`.
         data_root: folder of json_2.1.1 (default: $ALFWORLD_DATA).
+        wording: words of commands and answers, as `env.wording`: "game", "current" or "before_0_4".
 
     Raises:
-        ValueError: the split is unknown, or `num_envs` is below 1.
+        ValueError: the split or the wording is unknown, or `num_envs` is below 1.
         FileNotFoundError: there are no games.
     """
 
@@ -49,12 +50,14 @@ class AlfworldVectorEnv(VectorEnv):
         max_episode_steps: int = 50,
         split: str = "train",
         data_root: str | os.PathLike[str] | None = None,
+        wording: WordingName = "game",
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, not {num_envs}")
-        games = AlfworldGames(data_root)
+        games = AlfworldGames(data_root, wording)
         self._files = [str(games.path(task)) for task in games.tasks(split)]
         self.num_envs, self._limit = num_envs, max_episode_steps
+        self._wording: WordingName = wording
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
         self.single_observation_space = Text(LONGEST_TEXT, charset=string.printable)
         self.single_action_space = Text(LONGEST_COMMAND, min_length=0, charset=string.printable)
@@ -88,7 +91,7 @@ class AlfworldVectorEnv(VectorEnv):
         return observations, won.astype(np.float64), won, self._done() & ~won, infos
 
     def _next(self) -> Episode:
-        return Episode(next(self._order), self._limit)
+        return Episode(next(self._order), self._limit, wording=self._wording)
 
     def _done(self) -> Flags:
         return np.array([episode.done for episode in self._episodes])

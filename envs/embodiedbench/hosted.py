@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from envs.embodiedbench import alfred_plan
 from envs.embodiedbench import tasks as task_files
 
 START = "The episode begins. The picture shows what the robot sees."
@@ -90,6 +91,7 @@ class HostedEmbodiedBench:
         else:
             self._unknown = 0
             pixels, _, done, info = self.env.step(skill)
+            self.follow(skill, info)
             success, text = float(info["task_success"]), str(info["env_feedback"])
             self._success, self._done = success > 0, bool(done) or success > 0
             self._progress = min(max(float(info.get("task_progress", 0.0)), success, 0.0), 1.0)
@@ -155,6 +157,9 @@ class HostedEmbodiedBench:
     def why_not(self, action: str) -> str:
         return f"{action.strip()!r} is not in the list of skills."
 
+    def follow(self, skill: Any, info: dict[str, Any]) -> None:
+        """Note the simulator's answer to a skill, for the expert."""
+
     def camera(self, pixels: Any) -> Any:
         return pixels.get("head_rgb")
 
@@ -173,6 +178,28 @@ class _Alfred(HostedEmbodiedBench):
 
     def entry(self, data: dict[str, str]) -> Any:
         return {"task": data["task"], "repeat_idx": int(data["repeat_idx"]), "instruction": data["instruction"]}
+
+    def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        seen = super().reset(task)
+        annotation = task_files.alfred_annotation(self.home, task["data"]["task"], int(task["data"]["repeat_idx"]))
+        self._plan = alfred_plan.Plan(alfred_plan.interactions(annotation, self._name))
+        return seen
+
+    def expert(self) -> list[str] | None:
+        """Return what is left of the annotation's demonstration, in skills of this scene (`alfred_plan.Plan`)."""
+        left = self._plan.left()
+        return left if left is not None and set(left) <= set(self.env.language_skill_set) else None
+
+    def follow(self, skill: Any, info: dict[str, Any]) -> None:
+        self._plan.note(self.env.language_skill_set[skill], worked=bool(info["last_action_success"]))
+        if "dropped the object" in str(info["env_feedback"]):  # after a third put that failed
+            self._plan.note(alfred_plan.DROP)
+
+    def _name(self, object_id: str) -> str:
+        """Return the name of an object in the skills: its instance's (Cabinet_2), its parent's (Sink), or its kind."""
+        names, parts = getattr(self.env, "id_to_name_dict", None) or {}, object_id.split("|")
+        known = names.get(object_id), names.get("|".join(parts[:4])), parts[0]
+        return next((name for name in known if name and f"find a {name}" in self.env.language_skill_set), parts[0])
 
 
 class _Navigation(HostedEmbodiedBench):

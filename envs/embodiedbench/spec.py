@@ -187,7 +187,9 @@ def _export(benchmark: str) -> str:
 _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon")
 
 
-def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
+def _spec(
+    benchmark: str, instructions: str, held_out: tuple[str, ...] = (), *, expert: bool = False, **isolation: Rule
+) -> EnvSpec:
     fix = f"{_export(benchmark)}  # to install: docs/guides/embodiedbench.md"
     return EnvSpec(
         benchmark,
@@ -196,9 +198,10 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         splits=lambda _: Splits("base", held_out),
         workers=lambda _: 1,
         limits=LIMITS,
-        expert=False,
+        expert=expert,
         list_tasks=list_tasks,
         isolation=isolation,
+        sources=("envs.embodiedbench",),
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
@@ -207,7 +210,8 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
     )
 
 
-EB_ALFRED = _spec("eb_alfred", ALFRED, (*_SHARED, "spatial"), episode="disjoint")
+# Its expert plays the demonstrations in the annotations, without which the simulator starts no episode.
+EB_ALFRED = _spec("eb_alfred", ALFRED, (*_SHARED, "spatial"), expert=True, episode="disjoint")
 # "novel", since most tasks are about known objects: the paper's test set adds 5 categories to training's 28.
 EB_HABITAT = _spec(
     "eb_habitat", HABITAT, (*_SHARED, "spatial_relationship"), object="novel", template="disjoint", scene="disjoint"

@@ -43,6 +43,8 @@ SPLITS = {
     "eb_manipulation": ("base", "common_sense", "complex", "spatial", "visual"),
 }
 
+ALFRED_ANNOTATIONS = "eb_alfred/json_2.1.0", "embodiedbench/envs/eb_alfred/data/json_2.1.0"
+
 # Names of places in EB-Habitat's instructions, which templates replace.
 PLACES = re.compile(
     r"\b(?:(?:left|right) (?:kitchen )?counter|(?:brown|black) table|tv stand|sofa|sink|fridge|refrigerator"
@@ -109,7 +111,7 @@ def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
     if split != "train":
         return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in splits[split]]
     held_out = {(entry["task"], entry["repeat_idx"]) for entries in splits.values() for entry in entries}
-    folder = _first(root, "eb_alfred/json_2.1.0", "embodiedbench/envs/eb_alfred/data/json_2.1.0")
+    folder = _first(root, *ALFRED_ANNOTATIONS)
     tasks = []
     for path in sorted(folder.glob("*/*/pp/ann_*.json")):
         name, repeat = "/".join(path.parts[-4:-2]), int(path.stem.split("_")[1])
@@ -119,6 +121,11 @@ def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
     if not tasks:
         raise NoTaskFile(f"no <task>/<trial>/pp/ann_<n>.json below {folder}: download the EB-ALFRED data set there")
     return tasks
+
+
+def alfred_annotation(root: str, name: str, repeat: int) -> dict[str, Any]:
+    """Read an annotation, which holds ALFRED's demonstration and the instructions of its annotators."""
+    return json.loads(Path(root, ALFRED_ANNOTATIONS[-1], name, "pp", f"ann_{repeat}.json").read_text(encoding="utf-8"))
 
 
 def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ SOUGHT = re.compile(
     r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
 )
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
-ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
+# Games before alfworld 0.4 name a location ("loc 4") where others name the place, which the view names, too.
+ARRIVED = re.compile(r"You arrive at (?:loc \d+\. (?:On the|The) )?(?!loc \d)(?P<place>[a-z]+ \d+)\b")
 
 
 def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:

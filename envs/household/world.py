@@ -96,6 +96,12 @@ class Wording:
     )
 
 
+# The phrases of games before alfworld 0.4, as the script by which it updated its games shows them.
+BEFORE_0_4 = Wording(
+    put="put {o} in/on {r}", put_feedback="You put the {o} in/on the {r}.", arrive="You arrive at {l}.", help=""
+)
+
+
 @dataclass(slots=True)
 class State:
     """All changing facts of a game; mutable.

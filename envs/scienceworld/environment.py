@@ -352,9 +352,12 @@ def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
 
 
 def _splits(settings: ScienceWorldSettings) -> Splits:
-    """Return the splits; evaluation is on AgentSquare's tasks, as in the paper, or without their file on "test"."""
+    """Return the splits; evaluation is on AgentSquare's tasks, as in the paper, or without their file on "test".
+
+    The variations that AgentSquare evaluates are held out with and without its file: 88 are in the simulator's "train".
+    """
     evaluation = FILE_SPLIT if settings.tasks_file else "test"
-    return Splits(evaluation, held_out=(evaluation,), related="kind", per_kind=PER_KIND)
+    return Splits(evaluation, held_out=(evaluation, LISTED_SPLIT), related="kind", per_kind=PER_KIND)
 
 
 def start_java() -> str:

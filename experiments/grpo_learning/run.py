@@ -30,12 +30,12 @@ from runtime.store import to_json, write_atomically
 LINEAR = "compiler.soft.projector=linear"
 VARIANTS = {  # name: settings of GRPO
     "both": [],
-    "text": ["loss.latent_weight=0", "loss.latent_gradient=score"],
+    "text": ["loss.latent_weight=0", "loss.latent_gradient=density_root"],
     "latent": ["loss.text_weight=0"],
     # The rates of `both` destroy the checkpoint by noise; a quarter of its spread does not explore.
     "score": [
         "loss.text_weight=0",
-        "loss.latent_gradient=score",
+        "loss.latent_gradient=density_root",
         "optimizer.projector_lr=1.0e-3",
         "sampling.latent_temperature=1.0",
     ],

@@ -25,6 +25,7 @@ Columns = dict[str, NDArray[np.float64]]
 TURN_FEATURES = frozenset({"own", "window", "actor", "bias"})
 """Features of dialogue turns. From further ones the router learns habits of the generated dialogues, which do not
 transfer to LoCoMo (docs/experiments/s3mem.md has the figures)."""
+FEATURES_CHOSEN_WITH = ("LoCoMo",)  # benchmarks that were in sight when the features were chosen, for the manifest
 _CROSSED = (  # unit features that are crossed with the question's operations and kind
     "match",
     "first",

@@ -12,7 +12,7 @@ from envs.alfworld.environment import AlfworldSettings
 from envs.embodiedbench.spec import EmbodiedBenchSettings
 from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSettings
 from envs.household.environment import HouseholdSettings
-from envs.registry import Environments, evaluation_split
+from envs.registry import Environments, evaluation_split, find
 from envs.scienceworld.environment import ScienceWorldSettings
 from memcompiler.cli import app
 
@@ -43,6 +43,8 @@ def test_task_types_and_splits() -> None:
     science = ScienceWorldSettings(tasks_file="tasks.jsonl")
     assert evaluation_split(science) == "agentsquare"
     assert evaluation_split(EmbodiedBenchSettings(name="eb_habitat")) == "base"
+    assert find("scienceworld").splits(science).held_out == ("agentsquare", "agentsquare_variations")
+    assert find("scienceworld").splits(ScienceWorldSettings()).held_out == ("test", "agentsquare_variations")
 
 
 def test_a_gymnasium_environment_from_settings() -> None:

@@ -178,7 +178,7 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
 @pytest.mark.alone
 @vllm_engines.marks[-1]
 def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, tmp_path, monkeypatch):
-    out, more = tmp_path / "run", {"loss.latent_gradient": "score", "updates": 2}
+    out, more = tmp_path / "run", {"loss.latent_gradient": "density_root", "updates": 2}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # a process of its own, as on a GPU
     more |= {
         f"{role}.{name}": value

@@ -35,7 +35,7 @@ def test_it_is_collected_trained_on_and_evaluated_with_success_and_score(tmp_pat
     from training.sft import train_sft
 
     memory = {"k": 1, "experience_limit": 4}
-    asked: dict[str, Any] = {"env": ENV, "memory": memory, "limit": 2, "max_steps": 30}
+    asked: dict[str, Any] = {"env": ENV, "memory": memory, "limit": 2, "max_steps": 30, "leakage": {"drop": True}}
     run_collect(CollectConfig.model_validate(asked), tmp_path / "collect")
     collected = json.loads((tmp_path / "collect" / "collect.json").read_text())
     assert collected["successes"] == collected["episodes"] == 2 and collected["bank_entries"] == 4

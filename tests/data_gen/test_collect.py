@@ -518,7 +518,7 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     [
         ({}, "expert", "says little of the teacher"),
         ({"teacher": "endpoint"}, "expert", "says nothing of the teacher"),
-        ({"teacher": "endpoint", "env": "eb_alfred"}, "teacher", "the teacher's model acted on what was compiled"),
+        ({"teacher": "endpoint", "env": "eb_habitat"}, "teacher", "the teacher's model acted on what was compiled"),
         (
             {"teacher": "endpoint", "actor": "executor", "successful_only": False},
             "executor",

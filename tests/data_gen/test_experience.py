@@ -267,12 +267,12 @@ def refused(*arguments: str) -> str:
 
 def test_an_environment_without_an_expert_says_what_to_do(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "run"))
-    said = refused("eval", "env=eb_alfred", "deliveries=[none, static]", *out)
-    assert "eb_alfred has no expert" in said and "teacher=endpoint" in said and "memory.k=0" in said
-    assert "eb_alfred has none" in refused("eval", "env=eb_alfred", "deliveries=[expert_compiler]", *out)
-    assert "teacher=endpoint actor=teacher" in refused("collect", "env=eb_alfred", *out)
+    said = refused("eval", "env=eb_habitat", "deliveries=[none, static]", *out)
+    assert "eb_habitat has no expert" in said and "teacher=endpoint" in said and "memory.k=0" in said
+    assert "eb_habitat has none" in refused("eval", "env=eb_habitat", "deliveries=[expert_compiler]", *out)
+    assert "teacher=endpoint actor=teacher" in refused("collect", "env=eb_habitat", *out)
     endpoint = ("teacher=endpoint", "api.model=m")
-    assert "actor=executor" in refused("collect", "env=eb_alfred", "actor=expert", *endpoint, *out)
+    assert "actor=executor" in refused("collect", "env=eb_habitat", "actor=expert", *endpoint, *out)
     assert not (tmp_path / "run" / "bank").exists()
 
 

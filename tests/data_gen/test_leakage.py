@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -18,6 +20,7 @@ from envs.base import Task
 from envs.household.environment import HouseholdEnvironment
 from envs.manifest import Manifest
 from envs.registry import Environments
+from envs.scienceworld.environment import make_task
 from memcompiler.data import run_leakage
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
@@ -156,6 +159,30 @@ def test_what_is_shared_can_be_left_out_instead(tmp_path):
     assert (audit.dropped, len(experience), audit.clean) == (1 + 1, 2, True)  # a task, and its experience
     assert "2 tasks left out" in audit.summary
     assert json.loads((tmp_path / "run" / "leakage.json").read_text())["dropped"] == 2
+
+
+def test_the_variations_that_agentsquare_evaluates_count_as_held_out_unless_others_are_named(tmp_path):
+    splits = {"train": (("boil", 4), ("boil", 5)), "test": (("boil", 20),), "agentsquare_variations": (("boil", 5),)}
+
+    def tasks(split: str) -> list[Task]:
+        return [make_task(kind, number, f"{kind} {number}", split) for kind, number in splits[split]]
+
+    envs, config = (
+        cast(Environments, SimpleNamespace(tasks=tasks)),
+        CollectConfig.model_validate({"env": "scienceworld"}),
+    )
+
+    def isolated(name: str, **settings) -> tuple[list[Task], list[Task], leakage.LeakageAudit]:
+        changed = config.model_copy(update={"leakage": LeakageConfig(**settings)})
+        with RunFolder.create(tmp_path / name, changed) as run:
+            return leakage.isolate_training_tasks(changed, tasks("train"), [], envs=envs, run=run)
+
+    with pytest.raises(ConfigError, match=r"1 shared variation \(boil#5\).*leakage\.drop=true"):
+        isolated("refused")
+    left, _, audit = isolated("dropped", drop=True)
+    assert [task.id for task in left] == ["boil/4"] and audit.clean and audit.dropped == 1
+    left, _, audit = isolated("named", held_out=("test",))
+    assert [task.id for task in left] == ["boil/4", "boil/5"] and audit.clean
 
 
 def test_held_out_data_that_is_not_there(tmp_path):

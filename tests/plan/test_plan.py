@@ -137,7 +137,7 @@ def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(b
         f"backend={backend}",
         "placement.trainers=4",
         "placement.executors=1",
-        "loss.latent_gradient=score",
+        "loss.latent_gradient=density_root",
         "gradient_checkpointing=false",
     ]
     weights = 2 * 134_515_008
