@@ -1,9 +1,11 @@
 """Command readers of ALFWorld's language: places and treatments of kinds of objects."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from envs.command_reader import CommandReader, Fact
+from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, StepEffect
+from envs.household.observation_parser import ARRIVED, parse_carried, parse_effect, parse_places, parse_room
 from envs.household.vocabulary import OPENABLE
 
 _GO = "go to "
@@ -17,7 +19,7 @@ SOUGHT = re.compile(
     r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
 )
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
-ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
+_GONE = re.compile(r"go to (?P<place>[a-z]+ \d+)")
 
 
 def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:
@@ -28,11 +30,6 @@ def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:
 
 def location(scene: str, thing: str, place: str) -> str:
     return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
-
-
-def take_command(thing: str, place: str) -> str:
-    """Write the command that takes a thing ("mug 1") from a place where an episode saw it."""
-    return f"take {thing} from {place}"
 
 
 def subgoals(plan: Sequence[str]) -> list[str]:
@@ -55,6 +52,35 @@ class HouseholdReader(CommandReader):
     view."""
 
     follows_recipes = False
+    reads_views = True
+
+    def look(self, text: str) -> Reading:
+        """Read the place that the agent reached, the contents of places, the listed places and what is carried."""
+        arrived = ARRIVED.search(text)
+        at = arrived["place"] if arrived else None
+        return Reading(at, parse_carried(text), views=tuple(parse_places(text)), places=parse_room(text))
+
+    def read(self, state: AgentState, step: Step) -> Reading:
+        """Read also the step's effect, and the place that a command leads to."""
+        if step.refused:
+            return Reading()
+        seen, done = self.look(step.feedback), parse_effect(step.feedback)
+        gone = None if step.feedback.startswith("Nothing") else _GONE.fullmatch(step.action)
+        held = {"take": (done.thing,), "put": ()}.get(done.verb, seen.held) if done else seen.held
+        return replace(seen, at=seen.at or (gone["place"] if gone else None), held=held, effect=done)
+
+    def phrase(self, effect: StepEffect) -> str:
+        """Write an effect in words; lamps are used."""
+        return super().phrase(replace(effect, verb="use") if effect.verb in ("on", "off") else effect)
+
+    def goal_things(self, goal: str, known: Iterable[str] = ()) -> frozenset[str]:
+        """Return the kind of thing that a goal in ALFWorld's words seeks; for another goal, those of `known` in it."""
+        named = SOUGHT.search(goal.lower())
+        return frozenset({named[1]}) if named else super().goal_things(goal, known)
+
+    def fetch(self, thing: str, place: str) -> tuple[str, ...]:
+        """Return the command that takes a thing, the first one of a kind."""
+        return (f"take {thing if thing[-1:].isdigit() else f'{thing} 1'} from {place}",)
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List taken things with their places."""
