@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
-from memory.registry import DEFAULT
+from memory.registry import DEFAULT, why_unread
 from memory.registry import find as find_memory
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
@@ -183,11 +183,22 @@ class CollectConfig(Settings):
         refuse_budgets_on_ray(self.cluster, self.memory)
         return self
 
+    @model_validator(mode="after")
+    def _check_memory(self) -> CollectConfig:
+        refuse_unread_views(self.env.name, self.memory)
+        return self
+
     @property
     def acting_role(self) -> Literal["expert", "teacher", "executor"]:
         """Role that acts: `actor`, or an endpoint teacher where the environment has no expert (paper C.2)."""
         knows = self.teacher == "expert" or find(self.env.name).expert
         return self.actor or ("expert" if knows else "teacher")
+
+
+def refuse_unread_views(env: str, memory: MemoryConfig) -> None:
+    """Raise ValueError if the memory system follows episodes, and the environment has no reader of its views."""
+    if why := why_unread(memory.system, env, find(env).reader):
+        raise ValueError(why)
 
 
 def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray
+from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray, refuse_unread_views
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.registry import AnyEnvSettings, default_settings
@@ -100,6 +100,11 @@ class EvalConfig(Settings):
         if self.cluster == "ray" and self.executor.engine == "api":
             raise ValueError("executor.engine api: only one process can enforce the endpoint's budget: cluster=local")
         refuse_budgets_on_ray(self.cluster, self.memory)
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> EvalConfig:
+        refuse_unread_views(self.env.name, self.memory)
         return self
 
     @field_validator("matrix", mode="before")

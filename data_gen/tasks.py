@@ -131,9 +131,8 @@ def select_held_out_specs(
             )
         version = read_json(folder.parent / "collect.json")["bank_version"]
         at_end = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
-        specs += episode_specs(
-            tasks, open_memory(collection.memory.model_copy(update=at_end), folder), collection.memory.k
-        )
+        memory = collection.memory.model_copy(update=at_end)
+        specs += episode_specs(tasks, open_memory(memory, folder, collection.env.name), memory.k)
     return specs
 
 

@@ -17,7 +17,7 @@ class Fact:
     place: str
 
 
-# what the texts of an episode say --------------------------------------------------------------------------------------
+# what the texts of an episode say -------------------------------------------------------------------------------------
 
 
 class Step(Protocol):
@@ -253,6 +253,11 @@ class CommandReader:
     def rationale(self, scene: str, actions: Sequence[str]) -> str:
         """Write why an episode succeeded; "" if its commands show it."""
         return ""
+
+
+def alike(one: CommandReader, other: CommandReader) -> bool:
+    """Return whether two readers read the same views, as those of generated homes and of real games do."""
+    return isinstance(one, type(other)) or isinstance(other, type(one))
 
 
 def last_of_each(names: Iterable[str]) -> list[str]:

@@ -93,7 +93,7 @@ class LivingEvaluation:
             return open_world_session(sequence, self.initial)
         folder = self.out / FOLDER / self.delivery.name / str(number)
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted sequence
-        memory, _ = open_memory_from(self.config.memory, folder, self.initial)
+        memory, _ = open_memory_from(self.config.memory, folder, self.config.env.name, self.initial)
         return open_world_session(sequence, memory)
 
     def _spec(self, task: Task, life: WorldSession | None) -> EpisodeSpec:

@@ -18,8 +18,8 @@ ALFRED_THINGS = tuple(
     Statue TeddyBear TennisRacket TissueBox ToiletPaper Tomato Vase Watch WateringCan WineBottle""".split()
 )
 HABITAT_THINGS = (
-    *"apple ball banana block book bowl box can clamp cleanser cup drill hammer knife lego lemon lid mug orange".split(),
-    *"padlock peach pear plate plum scissors screwdriver spatula sponge spoon strawberry wrench".split(),
+    *"apple ball banana block book bowl box can clamp cleanser cup drill hammer knife lego lemon lid mug".split(),
+    *"orange padlock peach pear plate plum scissors screwdriver spatula sponge spoon strawberry wrench".split(),
     "rubriks cube",
     "toy airplane",
 )

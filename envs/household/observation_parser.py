@@ -13,7 +13,10 @@ _ROOM = re.compile(r"Looking quickly around you, you see ([^.]*)\.")
 _ENTITY = re.compile(rf"\b({_PLACE})")
 _TAKEN = re.compile(rf"You pick up the ({_PLACE}) from the ({_PLACE})\.")
 _PUT = re.compile(rf"You (?:move|put) the ({_PLACE}) (?:to|in/on|in|on) the ({_PLACE})\.")
-_DONE = re.compile(rf"You (heat|cool|clean) the ({_PLACE}) using the ({_PLACE})\.|You (slice)d the ({_PLACE}) with(?: the ({_PLACE}))?")
+_DONE = re.compile(
+    rf"You (heat|cool|clean) the ({_PLACE}) using the ({_PLACE})\."
+    rf"|You (slice)d the ({_PLACE}) with(?: the ({_PLACE}))?"
+)
 _SWITCHED = re.compile(rf"You turn (on|off) the ({_PLACE})\.")
 _CARRYING = re.compile(rf"You are carrying: (?:a |an )?({_PLACE})\.")
 EMPTY = "You are not carrying anything."

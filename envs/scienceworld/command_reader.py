@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from envs.command_reader import AgentState, CommandReader, Fact, PlaceView, Reading, Step, last_of_each
+from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, last_of_each
 from envs.scienceworld import view_parser
 
 ROOMS = (
