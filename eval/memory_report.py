@@ -25,14 +25,18 @@ from memory.registry import DEFAULT
 ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
 
 
-def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
+def show(bank: Path, run: Path | None, out: Path, most: int, env: str | None = None) -> None:
     """Print the tables of a memory of any system and draw its graphs.
 
+    Args:
+        env: the environment of its episodes; default: the one that the bank names.
+
     Raises:
-        BankError: there is no memory.
+        BankError: there is no memory, or its system reads views and no environment is known.
         FileNotFoundError, ValueError: `run` is incomplete.
     """
-    memory, console = open_memory(MemoryConfig(system=stored_system(bank) or DEFAULT, bank=str(bank)), bank), Console()
+    config, console = MemoryConfig(system=stored_system(bank) or DEFAULT, bank=str(bank)), Console()
+    memory = open_memory(config, bank, env)
     tables = tables_of(memory)
     if run is not None:
         tables.append(recalled_in(load_run(run)[1](False), memory))
