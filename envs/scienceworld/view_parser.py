@@ -40,7 +40,7 @@ def parse_inventory(text: str) -> tuple[str, ...] | None:
 
 def parse_doors(text: str) -> tuple[str, ...]:
     """Return the rooms to which a text lists doors."""
-    return tuple(m["room"] for m in _DOOR.finditer(text.partition("You also see:")[2]))
+    return tuple(m["room"].strip() for m in _DOOR.finditer(text.partition("You also see:")[2]))
 
 
 def parse_effect(answer: str) -> StepEffect | None:
@@ -86,7 +86,7 @@ def _lines(text: str) -> list[str]:
 
 def _name(item: str) -> str:
     """Return the name in an item of a list; "" for nothing, and for the rest of an item that a comma has cut."""
-    name = _ARTICLE.sub("", re.split(r"[.,(]| in the [a-z]+ stage", item.strip(), maxsplit=1)[0]).strip()
+    name = _ARTICLE.sub("", re.split(r"[.,(]| in the [a-z]+ stage|its terminal ", item.strip(), maxsplit=1)[0]).strip()
     return "" if name == "nothing" or name.startswith(("which ", "currently ")) else name
 
 
