@@ -41,7 +41,7 @@ class SkillReader(CommandReader):
     def read(self, state: AgentState, step: Step) -> Reading:
         """Read the effect of an executed skill."""
         if step.refused:
-            return self.read_refusal(step.feedback)
+            return self.read_refusal(state, step.feedback)
         command = step.action.strip().rstrip(".")
         if at := self.destination(command):
             return Reading(at=at)
@@ -59,7 +59,7 @@ class SkillReader(CommandReader):
                 return Reading(effect=done)
         return Reading()
 
-    def read_refusal(self, answer: str) -> Reading:
+    def read_refusal(self, state: AgentState, answer: str) -> Reading:
         """Read what a refusal tells."""
         return Reading()
 
@@ -96,11 +96,13 @@ class AlfredReader(SkillReader):
         """Return what was found last; "" for a drop."""
         return "" if command.lower().startswith("drop") else state.at
 
-    def read_refusal(self, answer: str) -> Reading:
+    def read_refusal(self, state: AgentState, answer: str) -> Reading:
         """Read that the robot dropped what it held, or in which closed place the thing is."""
         inside = _INSIDE.search(answer)
         views = (PlaceView(inside["place"], (inside["thing"],), complete=False),) if inside else ()
-        return Reading(held=() if DROPPED in answer else None, views=views)
+        if DROPPED not in answer or not state.held:
+            return Reading(views=views)
+        return Reading(held=(), effect=StepEffect("put", state.held[0]), views=views)
 
     def in_words(self, kind: str) -> str:
         """Write "ButterKnife" as "butter knife"."""
