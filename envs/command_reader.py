@@ -5,7 +5,7 @@ The base class knows no command language and works for any environment; `EnvSpec
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 
@@ -80,21 +80,22 @@ class AgentState:
 
     def after(self, reading: Reading) -> "AgentState":
         """Return the state after what a text says."""
-        where, done = dict(self.where), reading.effect
+        at = self.at if reading.at is None else reading.at
+        held = self.held if reading.held is None else reading.held
+        return AgentState(at, held, self._where_after(reading.effect, reading.views))
+
+    def _where_after(self, done: StepEffect | None, views: Sequence[PlaceView]) -> Mapping[str, str]:
+        """Return where things are known to be after an effect and what was seen then."""
+        where = dict(self.where)
         if done is not None and done.verb in ("take", "put"):
             where.pop(done.thing, None)
             if done.verb == "put" and done.place:
                 where[done.thing] = done.place
-        for view in reading.views:
+        for view in views:
             if view.complete:
                 where = {thing: at for thing, at in where.items() if at != view.at}
             where |= dict.fromkeys(view.seen, view.at)
-        return replace(
-            self,
-            at=self.at if reading.at is None else reading.at,
-            held=self.held if reading.held is None else reading.held,
-            where=where,
-        )
+        return where
 
     @property
     def holding(self) -> str:

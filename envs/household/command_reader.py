@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, StepEffect
 from envs.household.observation_parser import ARRIVED, parse_carried, parse_effect, parse_places, parse_room
@@ -47,6 +48,14 @@ def subgoals(plan: Sequence[str]) -> list[str]:
     return goals
 
 
+@lru_cache(maxsize=1 << 12)
+def _look(text: str) -> Reading:
+    """Read a text; the same ones come again and again."""
+    arrived = ARRIVED.search(text)
+    at = arrived["place"] if arrived else None
+    return Reading(at, parse_carried(text), views=tuple(parse_places(text)), places=parse_room(text))
+
+
 class HouseholdReader(CommandReader):
     """Reader for generated homes, where memory gives places of objects in the same home only; appliances are always in
     view."""
@@ -56,18 +65,17 @@ class HouseholdReader(CommandReader):
 
     def look(self, text: str) -> Reading:
         """Read the place that the agent reached, the contents of places, the listed places and what is carried."""
-        arrived = ARRIVED.search(text)
-        at = arrived["place"] if arrived else None
-        return Reading(at, parse_carried(text), views=tuple(parse_places(text)), places=parse_room(text))
+        return _look(text)
 
     def read(self, state: AgentState, step: Step) -> Reading:
         """Read also the step's effect, and the place that a command leads to."""
         if step.refused:
             return Reading()
-        seen, done = self.look(step.feedback), parse_effect(step.feedback)
-        gone = None if step.feedback.startswith("Nothing") else _GONE.fullmatch(step.action)
+        seen, done, at = _look(step.feedback), parse_effect(step.feedback), None
+        if not step.feedback.startswith("Nothing") and (gone := _GONE.fullmatch(step.action)):
+            at = gone["place"]
         held = {"take": (done.thing,), "put": ()}.get(done.verb, seen.held) if done else seen.held
-        return replace(seen, at=seen.at or (gone["place"] if gone else None), held=held, effect=done)
+        return Reading(seen.at or at, held, done, seen.views, seen.places)
 
     def phrase(self, effect: StepEffect) -> str:
         """Write an effect in words; lamps are used."""

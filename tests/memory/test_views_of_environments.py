@@ -89,7 +89,7 @@ def test_units_of_karma_agree_with_the_world(walked: tuple[str, list[Walk]]) -> 
                 assert unit.place in ("", *place), (record, unit)
                 assert true.opened == ("opened" in unit.states) or not {"opened", "closed"} & set(unit.states)
                 compared += bool(unit.place)
-    assert compared > 300
+    assert compared > 200
 
 
 def test_a_bank_of_embodiedbench_tells_the_next_task_where_things_were(
