@@ -128,7 +128,9 @@ def sub_tasks_of(
     """Return the outcome of each task of a sequence. `memory`: what the delivery recalled from; None if it did not."""
     life = memory.life(sequence) if isinstance(memory, SupportsWorldSessions) else None
     # The oracle knows the current state of everything.
-    oracle = HomeMemory(sequence.id, sequence.scene, _ORACLE, MemoryTools(), reader=HouseholdReader(), plan=sequence.plan)
+    oracle = HomeMemory(
+        sequence.id, sequence.scene, _ORACLE, MemoryTools(), reader=HouseholdReader(), plan=sequence.plan
+    )
     earlier, outcomes = set[str](), list[SubTask]()
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")

@@ -158,6 +158,26 @@ def test_a_reader_reads_views_or_says_that_it_does_not(name: str) -> None:
     assert find(name).reader.reads_views == (name in reads)
 
 
+def test_the_reader_of_the_guide_follows_a_pantry(repository: Path) -> None:
+    page = (repository / "docs" / "guides" / "own-environment.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"## Reader.*?```python\n(.*?)```", page, re.DOTALL)
+    given: dict[str, Any] = {}
+    exec(compile(block, "own-environment.md", "exec"), given)
+    first = "You are in the middle of a room. Looking quickly around you, you see a shelf 1, and a shelf 2."
+    seen = (
+        "On the shelf 1, you see nothing.",
+        "On the shelf 2, you see a mug 1.",
+        "You take the mug.",
+        "Nothing happens.",
+    )
+    commands = ("go to shelf 1", "go to shelf 2", "take mug 1 from shelf 2", "go to shelf 9")
+    steps = [Record(t, "", c, s, s == seen[-1]) for t, (c, s) in enumerate(zip(commands, seen, strict=True))]
+    states = [state for _, _, state in given["PantryReader"]().follow(first, steps)]
+    assert given["PantryReader"]().look(first).places == ("shelf 1", "shelf 2")
+    taken = AgentState("shelf 2", ("mug 1",))
+    assert states == [AgentState("shelf 1"), AgentState("shelf 2", (), {"mug 1": "shelf 2"}), taken, taken]
+
+
 # ScienceWorld ---------------------------------------------------------------------------------------------------------
 
 KITCHEN = """This room is called the kitchen. In it, you see: 
