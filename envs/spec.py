@@ -184,7 +184,8 @@ class EnvSpec:
     compiler_instructions: str = ""
     # Selects the steps whose views a memory entry stores, from an episode's commands; the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
-    reader: CommandReader = field(default_factory=CommandReader)  # parses its commands, for teachers
+    # Reads its commands and views, for teachers and for memory systems that follow episodes.
+    reader: CommandReader = field(default_factory=CommandReader)
 
     @property
     def executor_instructions(self) -> ExecutorInstructions:

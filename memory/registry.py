@@ -58,8 +58,8 @@ def required_reader(system: str, path: Path, reader: CommandReader | None) -> Co
     """Return the reader of a bank's environment. Raises: BankError, if the environment is not known."""
     if reader is None:
         raise BankError(
-            f"memory system {system} reads the views of its environment, and {path} names none: open it with its environment "
-            "(bank show --env NAME, open_memory(..., env=NAME))"
+            f"memory system {system} reads the views of its environment, and {path} names none: open it with "
+            "bank show --env NAME or open_memory(..., env=NAME)"
         )
     return reader
 
