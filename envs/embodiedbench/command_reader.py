@@ -59,6 +59,10 @@ class SkillReader(CommandReader):
                 return Reading(effect=done)
         return Reading()
 
+    def intent(self, command: str) -> StepEffect | None:
+        """Return what a skill means to do; steps, turns and tilts of the robot do nothing with a thing."""
+        return None if command.lower().startswith(("move", "rotate", "tilt")) else super().intent(command)
+
     def read_refusal(self, state: AgentState, answer: str) -> Reading:
         """Read what a refusal tells."""
         return Reading()
