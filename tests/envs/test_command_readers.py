@@ -129,6 +129,8 @@ def test_of_several_things_the_one_that_was_found_is_taken() -> None:
     put = reader.read(state, Record(3, "", "put down the object in hand", done))
     assert put.effect == StepEffect("put", "Mug_2", "Safe") and put.held == ()
     assert reader.read(state, Record(3, "", "drop the object in hand", done)).effect == StepEffect("put", "Mug_2")
+    moved = Record(3, "", "Move forward by 0.25", done)
+    assert reader.read(state, moved) == Reading() and reader.intent(moved.action) is None
     hidden = (
         "Last action is invalid. Pen is not visible because it is in Drawer_3. Go there to pick the object instead."
     )

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from configs.collect import CollectConfig, MemoryConfig
 from configs.evaluation import EvalConfig
 from configs.training import GrpoConfig
 from data_gen.memory_factory import initialise_memory, open_memory
 from envs.registry import find
+from memcompiler.cli import app
 from memory.brainmem.system import BrainMem
 from memory.karma.settings import KarmaSettings
 from memory.karma.units import HAND, ShortTerm
@@ -138,3 +140,5 @@ def test_a_bank_that_names_no_environment_opens_and_says_what_it_needs_where_vie
     with pytest.raises(BankError, match=f"memory system {system} reads the views of its environment.*--env NAME"):
         memory.tables()
     assert open_memory(MemoryConfig(system=system), tmp_path / "bank", "eb_alfred").recall([Query(each.task)])
+    shown = CliRunner().invoke(app, ["bank", "show", str(tmp_path / "bank"), "--env", "eb_alfred"])
+    assert shown.exit_code == 0 and "episodes" in shown.output
