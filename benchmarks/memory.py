@@ -61,9 +61,10 @@ def growth(
     config, wanted = load_config(EvalConfig, None, settings or []), sorted(map(int, sizes.split(",")))
     with Environments(config.env) as envs:
         tasks = envs.tasks("train")[: config.limit]
-        memories = {name: open_memory(MemoryConfig(system=name), out / name) for name in systems.split(",")}
+        opened = lambda name: open_memory(MemoryConfig(system=name), out / name, config.env.name)
+        memories = {name: opened(name) for name in systems.split(",")}
         for memory in memories.values():
-            initialise_memory(memory)
+            initialise_memory(memory, config.env.name)
         stream, held, rows = expert_traces(envs, tasks, EXPERT_STEPS), 0, list[list[str]]()
         medians: dict[str, list[tuple[float, float]]] = {name: [] for name in memories}
         with progress("episodes", wanted[-1]) as advance:

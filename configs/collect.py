@@ -12,7 +12,7 @@ from configs.models import EndpointConfig, ExecutorConfig
 from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings, find
 from memory.protocol import Isolation
-from memory.registry import DEFAULT
+from memory.registry import DEFAULT, why_unread
 from memory.registry import find as find_memory
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
@@ -213,6 +213,11 @@ class CollectConfig(Settings):
         refuse_budgets_on_ray(self.cluster, self.memory)
         return self
 
+    @model_validator(mode="after")
+    def _check_memory(self) -> CollectConfig:
+        refuse_unread_views(self.env.name, self.memory)
+        return self
+
     @property
     def acting_role(self) -> Literal["expert", "teacher", "executor"]:
         """Role that acts: `actor`, or an endpoint teacher where the environment has no expert (paper C.2)."""
@@ -225,6 +230,12 @@ def require_teacher_level(environment: str, level: TeacherLevel) -> None:
     levels = find(environment).reader.levels
     if level not in levels:
         raise ValueError(f"teacher_level {level}: environment {environment} supports {', '.join(levels)}")
+
+
+def refuse_unread_views(env: str, memory: MemoryConfig) -> None:
+    """Raise ValueError if the memory system follows episodes, and the environment has no reader of its views."""
+    if why := why_unread(memory.system, env, find(env).reader):
+        raise ValueError(why)
 
 
 def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:

@@ -6,7 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray, require_teacher_level
+from configs.collect import (
+    CollectConfig,
+    MemoryConfig,
+    refuse_budgets_on_ray,
+    refuse_unread_views,
+    require_teacher_level,
+)
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.command_reader import TeacherLevel
@@ -118,6 +124,11 @@ class EvalConfig(Settings):
         if self.cluster == "ray" and self.executor.engine == "api":
             raise ValueError("executor.engine api: only one process can enforce the endpoint's budget: cluster=local")
         refuse_budgets_on_ray(self.cluster, self.memory)
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> EvalConfig:
+        refuse_unread_views(self.env.name, self.memory)
         return self
 
     @field_validator("matrix", mode="before")

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from configs.collect import LeakageConfig, MemoryConfig
+from configs.collect import LeakageConfig, MemoryConfig, refuse_unread_views
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.cluster import Cluster
@@ -348,6 +348,7 @@ class GrpoConfig(Settings):
             raise ValueError("loss.latent_gradient=pathwise trains the newest soft tokens: executor.past_soft=dropped")
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap trains on episodes of older weights: set loss.importance_cap (2.0 is usual)")
+        refuse_unread_views(self.env.name, self.memory)
         return self
 
 

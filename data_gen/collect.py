@@ -106,7 +106,7 @@ def plan_collection(config: CollectConfig, envs: Environments, run: RunFolder) -
         (rows := open_record(record, config.episode_attempts)).load()
         if rows.due:  # later rounds learned without these episodes
             clear_memory(run.path / "bank")
-        bank, seeded = open_growing_memory(config.memory, run.path / "bank")
+        bank, seeded = open_growing_memory(config.memory, run.path / "bank", config.env.name)
     else:
         bank, seeded = open_experience_bank(config, envs, experience, run.path), 0
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)

@@ -135,9 +135,9 @@ def open_experience_bank(
         ConfigError: the expert fails on most of the tasks.
     """
     if not experience:
-        bank = open_memory(config.memory, out / "bank")
+        bank = open_memory(config.memory, out / "bank", config.env.name)
         if config.memory.bank is None:
-            initialise_memory(bank)
+            initialise_memory(bank, config.env.name)
         return bank
     facts = _facts(config, experience)
     key = hashlib.sha256(to_json(facts, ascii=True).encode()).hexdigest()[:16]
@@ -145,7 +145,7 @@ def open_experience_bank(
     folder = root / f"{config.env.name}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", lambda: console.print(f"  experience: another process fills {folder}; waiting")):
-        bank = open_memory(config.memory, folder / "bank")
+        bank = open_memory(config.memory, folder / "bank", config.env.name)
         if (folder / EXPERIENCE).exists():
             missing = len(tasks_without_episode(experience, bank))
             console.print(
@@ -200,7 +200,7 @@ def _fill(
 
     A complete bank never changes, so runs that share it stay comparable.
     """
-    initialise_memory(bank)
+    initialise_memory(bank, config.env.name)
     left, started = tasks_without_episode(experience, bank), time.monotonic()
     teacher = ExpertTeacher(reader=command_reader_for(config.env))
     collect = partial(collect_experience, envs.lease, bank=bank, explainer=teacher, views=view_selection(config))

@@ -74,7 +74,7 @@ def select_held_out_specs(
         version = read_json(folder.parent / "collect.json")["bank_version"]
         at_end = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
         memory = collection.memory
-        bank = open_memory(memory.model_copy(update=at_end), folder)
+        bank = open_memory(memory.model_copy(update=at_end), folder, collection.env.name)
         specs += recall_mix(collection).specs(tasks, bank, memory)
     return specs
 

@@ -9,30 +9,39 @@ from typing import Any, cast
 
 from configs.collect import MemoryConfig, MemoryModels
 from configs.models import model_path
+from envs.command_reader import CommandReader, alike
+from envs.registry import known
 from lm.answer_cache import EndpointStop
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.endpoint_embedder import EndpointEmbedder
 from memory.budgeted import BudgetedMemory
 from memory.protocol import BankError, MemorySystem
-from memory.registry import RESPONSES, ChatFunction, MemoryTools, find
+from memory.registry import RESPONSES, ChatFunction, MemoryTools, find, why_unread
 from memory.retrieval import Embed, SentenceEmbedder
 from runtime.store import read_json, to_json, write_atomically
 
-MARK = "memory.json"  # names the memory system of a folder
+MARK = "memory.json"  # names the memory system of a folder, and the environment of its episodes
 
 
-def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
+def open_memory(config: MemoryConfig, default: Path, env: str | None = None) -> MemorySystem:
     """Open the bank that the settings name, at their version, or the one at `default`.
 
+    Args:
+        env: the environment whose episodes the memory follows; None: the one that the bank names, if it does.
+
     Raises:
-        BankError: the folder belongs to another memory system.
+        BankError: the folder belongs to another memory system, or to an environment whose views the memory system
+            cannot read, or reads differently from those of `env`.
     """
     spec, path = find(config.system), Path(config.bank or default)
     if (system := stored_system(path)) not in (None, config.system):
         raise BankError(f"{path} belongs to memory system {system}: set memory.system={system}, or name another folder")
     ask = chat_function(Endpoint(config.api, path / RESPONSES)) if config.api else None
     tools = MemoryTools(
-        embedder(config, path / RESPONSES), ask, content_part if config.api and config.api.images else None
+        embedder(config, path / RESPONSES),
+        ask,
+        content_part if config.api and config.api.images else None,
+        _reader(config.system, path, env),
     )
     memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
@@ -58,17 +67,34 @@ def _token_counter(tokenizer: str) -> Callable[[str], int]:
     return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 
-def initialise_memory(memory: MemorySystem) -> None:
-    """Create the memory's files if there are none, and mark its folder with the system's name."""
+def _reader(system: str, path: Path, env: str | None) -> CommandReader | None:
+    """Return the reader of the environment's views; None for no environment, or for one that is not installed here."""
+    if (name := env or _marked(path, "env")) is None or (spec := known(name)) is None:
+        return None
+    if why := why_unread(system, name, spec.reader):
+        raise BankError(why)
+    before = known(of) if (of := _marked(path, "env")) else None
+    if before is not None and find(system).reads_views and not alike(before.reader, spec.reader):
+        raise BankError(f"{path} holds episodes of {before.name}, whose views read differently from those of {name}")
+    return spec.reader
+
+
+def initialise_memory(memory: MemorySystem, env: str | None = None) -> None:
+    """Create the memory's files if there are none, and mark its folder with the names of system and environment."""
     memory.commit([])
     if not (memory.path / MARK).exists():
-        write_atomically(memory.path / MARK, to_json({"system": memory.name}))
+        named = {"system": memory.name, "env": env}
+        write_atomically(memory.path / MARK, to_json({key: name for key, name in named.items() if name}))
 
 
 def stored_system(path: Path) -> str | None:
     """Return the memory system of a folder; None for no folder, or for a bank without a mark (of older versions)."""
+    return _marked(path, "system")
+
+
+def _marked(path: Path, key: str) -> str | None:
     mark = path / MARK
-    return read_json(mark).get("system") if mark.exists() else None
+    return read_json(mark).get(key) if mark.exists() else None
 
 
 def chat_function(endpoint: Endpoint) -> ChatFunction:
@@ -92,15 +118,17 @@ def clear_memory(path: Path) -> None:
             entry.unlink()
 
 
-def open_growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:
+def open_growing_memory(config: MemoryConfig, path: Path, env: str) -> tuple[MemorySystem, int]:
     """Open a writable memory at `path`, filled from the settings' bank; also return its number of traces."""
-    return open_memory_from(config, path, open_memory(config, path) if config.bank is not None else None)
+    return open_memory_from(config, path, env, open_memory(config, path, env) if config.bank is not None else None)
 
 
-def open_memory_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
+def open_memory_from(
+    config: MemoryConfig, path: Path, env: str, given: MemorySystem | None
+) -> tuple[MemorySystem, int]:
     """Open a writable memory at `path`, filled from `given`; also return its number of traces."""
-    memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path)
-    initialise_memory(memory)
+    memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path, env)
+    initialise_memory(memory, env)
     if given is None:
         return memory, 0
     memory.merge_from(given)

@@ -77,7 +77,8 @@ class CollectWorker:
 
     def __init__(self, config: CollectConfig, bank: Path, version: int) -> None:
         at_start = {"bank": str(bank), "version": version}
-        self._config, self._bank = config, open_memory(config.memory.model_copy(update=at_start), bank)
+        memory = config.memory.model_copy(update=at_start)
+        self._config, self._bank = config, open_memory(memory, bank, config.env.name)
         self._envs, self._teacher = Environments(config.env), load_collection_teacher(config)
 
     def play(self, unit: WorkUnit, done: Callable[[str, str], None]) -> None:

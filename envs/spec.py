@@ -186,7 +186,8 @@ class EnvSpec:
     reworded: Callable[[Any, str], str] = lambda settings, text: text
     # Selects the steps whose views a memory entry stores, from an episode's commands; the most informative first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
-    reader: CommandReader = field(default_factory=CommandReader)  # parses its commands, for teachers
+    # Reads its commands and views, for teachers and for memory systems that follow episodes.
+    reader: CommandReader = field(default_factory=CommandReader)
 
     def worded(self, settings: Any) -> Self:
         """Return the environment with the instructions that its settings need."""

@@ -22,6 +22,7 @@ from configs.evaluation import EvalConfig
 from data_gen.experience import episode_traces, view_selection
 from data_gen.memory_factory import open_memory_from
 from envs.base import Environment, Task, TaskSequence
+from envs.household.command_reader import HouseholdReader
 from envs.household.observation_parser import parse_room
 from eval.intervals import Interval, bootstrap_ratio, wilson
 from eval.metrics import grouped, succeeded
@@ -93,7 +94,7 @@ class LivingEvaluation:
             return open_world_session(sequence, self.initial)
         folder = self.out / FOLDER / self.delivery.name / str(number)
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted sequence
-        memory, _ = open_memory_from(self.config.memory, folder, self.initial)
+        memory, _ = open_memory_from(self.config.memory, folder, self.config.env.name, self.initial)
         return open_world_session(sequence, memory)
 
     def _spec(self, task: Task, life: WorldSession | None) -> EpisodeSpec:
@@ -127,7 +128,9 @@ def sub_tasks_of(
     """Return the outcome of each task of a sequence. `memory`: what the delivery recalled from; None if it did not."""
     life = memory.life(sequence) if isinstance(memory, SupportsWorldSessions) else None
     # The oracle knows the current state of everything.
-    oracle = HomeMemory(sequence.id, sequence.scene, settings=_ORACLE, tools=MemoryTools(), plan=sequence.plan)
+    oracle = HomeMemory(
+        sequence.id, sequence.scene, _ORACLE, MemoryTools(), reader=HouseholdReader(), plan=sequence.plan
+    )
     earlier, outcomes = set[str](), list[SubTask]()
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")

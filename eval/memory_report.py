@@ -27,16 +27,19 @@ from memory.trajectory import compact_text
 ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
 
 
-def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
+def show(bank: Path, run: Path | None, out: Path, most: int, env: str | None = None) -> None:
     """Print the tables of a memory of any system and draw its graphs.
 
+    Args:
+        env: the environment of its episodes; default: the one that the bank names.
+
     Raises:
-        BankError: there is no memory.
+        BankError: there is no memory, or its system reads views and no environment is known.
         FileNotFoundError, ValueError: `run` is incomplete.
     """
     system, console = stored_system(bank) or DEFAULT, Console()
     settings = {"text": MemoryBank(bank).text} if system == MemoryBank.name else {}
-    memory = open_memory(MemoryConfig(system=system, settings=settings, bank=str(bank)), bank)
+    memory = open_memory(MemoryConfig(system=system, settings=settings, bank=str(bank)), bank, env)
     tables = tables_of(memory)
     if run is not None:
         tables.append(recalled_in(load_run(run)[1](False), memory))

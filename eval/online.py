@@ -69,7 +69,8 @@ class OnlineEvaluation:
         self._finished = set(record.played().get(delivery.name, ()))
         if any(name == delivery.name for name, _ in record.due):  # later episodes learned without these
             clear_memory(out / FOLDER / delivery.name)
-        self.memory, self._initial = open_memory_from(config.memory, out / FOLDER / delivery.name, initial)
+        folder = out / FOLDER / delivery.name
+        self.memory, self._initial = open_memory_from(config.memory, folder, config.env.name, initial)
 
     def play(self, make_env: Callable[[], Environment], executor: Executor) -> None:
         """Play the rest of the stream.

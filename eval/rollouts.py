@@ -179,7 +179,7 @@ class EvalWorker:
     def _open_memory(self, job: Job) -> MemorySystem:
         settings = job.config.memory.model_copy(update={"bank": str(job.bank), "version": job.version})
         if self._memory is None or self._memory[0] != settings:
-            self._memory = settings, open_memory(settings, job.bank)
+            self._memory = settings, open_memory(settings, job.bank, job.config.env.name)
         return self._memory[1]
 
 

@@ -16,8 +16,8 @@ from hashlib import blake2b
 from math import prod
 from typing import Any
 
+from envs.command_reader import kind
 from envs.household.command_reader import PUT, TAKE
-from envs.household.observation_parser import kind
 from envs.household.placement_prior import carried, likelihood
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
 from executor.prompt import ExecutorRequest

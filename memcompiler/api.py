@@ -61,12 +61,18 @@ def load_gate(name: str | Path, *, revision: str | None = None) -> CompileGate:
 
 
 def open_memory(
-    path: str | Path, system: str | None = None, *, version: int | None = None, **settings: Any
+    path: str | Path,
+    system: str | None = None,
+    *,
+    env: str | None = None,
+    version: int | None = None,
+    **settings: Any,
 ) -> MemorySystem:
     """Open the memory in a folder, which is created where there is none.
 
     Args:
         system: the memory system; default: the folder's, or `trajectory`, the paper's bank.
+        env: the environment of the episodes, for `brainmem` and `karma`, which read its views; default: the folder's.
         version: opens a read-only view of that version.
         settings: of the memory system.
 
@@ -78,9 +84,9 @@ def open_memory(
 
     is_new, system = not Path(path).exists(), system or memory_factory.stored_system(Path(path)) or DEFAULT
     config = MemoryConfig(system=system, bank=str(path), version=version, settings=settings)
-    memory = memory_factory.open_memory(config, Path(path))
+    memory = memory_factory.open_memory(config, Path(path), env)
     if is_new:
-        memory_factory.initialise_memory(memory)
+        memory_factory.initialise_memory(memory, env)
     return memory
 
 

@@ -31,11 +31,14 @@ def bank_show(
     run: Annotated[Path | None, typer.Option(help="Run folder of eval: also show what it recalled.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 20,
+    env: Annotated[
+        str | None, typer.Option(help="Environment whose views it read (default: the one that the bank names).")
+    ] = None,
 ) -> None:
     """Print and draw the content of a memory; with --run, also the entries that the run recalled and followed."""
     from eval.memory_report import show
 
-    show(bank, run, out or bank / "show", most)
+    show(bank, run, out or bank / "show", most, env)
 
 
 @bank_app.command("export")

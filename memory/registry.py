@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memory.protocol import MemorySystem
+from envs.command_reader import CommandReader
+from memory.protocol import BankError, MemorySystem
 from runtime.plugins import Registry
 from runtime.settings import Settings
 
@@ -22,13 +23,18 @@ RESPONSES = "responses.sqlite"  # cache of endpoint answers in a memory's folder
 
 @dataclass(frozen=True, slots=True)
 class MemoryTools:
-    """Optional models for memory systems, which run by rule without them."""
+    """Optional models for memory systems, which run by rule without them; and the environment's reader.
+
+    Attributes:
+        reader: reads the views and commands of the environment whose episodes the memory holds; None: not known.
+    """
 
     embed: Embed | None = None
     ask: ChatFunction | None = None
     message_part: Callable[[str | bytes], dict[str, Any]] | None = (
         None  # creates message parts from texts and PNG pictures, if `ask` accepts pictures
     )
+    reader: CommandReader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,24 @@ class MemorySpec:
     name: str
     settings: type[Settings]
     open: Callable[[Path, Any, MemoryTools], MemorySystem]
+    reads_views: bool = False  # it follows episodes by `MemoryTools.reader`, so environments without one are refused
+
+
+def why_unread(system: str, env: str, reader: CommandReader) -> str:
+    """Say why a memory system cannot follow the episodes of an environment; "" if it can, or need not."""
+    if reader.reads_views or not find(system).reads_views:
+        return ""
+    return f"memory system {system} needs a reader of {env}'s views and commands (EnvSpec.reader): it has none"
+
+
+def required_reader(system: str, path: Path, reader: CommandReader | None) -> CommandReader:
+    """Return the reader of a bank's environment. Raises: BankError, if the environment is not known."""
+    if reader is None:
+        raise BankError(
+            f"memory system {system} reads the views of its environment, and {path} names none: open it with "
+            "bank show --env NAME or open_memory(..., env=NAME)"
+        )
+    return reader
 
 
 _ALL = Registry(

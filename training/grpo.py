@@ -183,7 +183,7 @@ def training_specs(
         distributed.barrier()
         ids = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
-        bank = open_memory(config.memory, out / "bank")
+        bank = open_memory(config.memory, out / "bank", config.env.name)
     return recall_mix(config).specs(tasks, bank, config.memory), bank_facts(config, bank)
 
 

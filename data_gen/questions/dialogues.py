@@ -25,7 +25,8 @@ from data_gen.questions.phrases import (
     VERBS,
 )
 from envs.base import Task
-from envs.household.observation_parser import kind, parse_places
+from envs.command_reader import kind
+from envs.household.observation_parser import parse_places
 from memory.protocol import Record, Trace
 from memory.s3mem.rule_writer import write_units
 
@@ -103,7 +104,7 @@ def extract_events(trace: Trace) -> list[tuple[str, str, str]]:
             elif change.after in VERBS:
                 found.append((change.after, kind(thing), kind(unit.place) if change.after != "open" else ""))
         for view in parse_places(record.feedback):
-            found += [("see", kind(thing), kind(view.at)) for thing in (view.seen or ())[:1]]
+            found += [("see", kind(thing), kind(view.at)) for thing in view.seen[:1]]
     return found
 
 

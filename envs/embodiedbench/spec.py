@@ -18,7 +18,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from envs.base import Task, task_from_json
+from envs.command_reader import CommandReader
 from envs.embodiedbench import tasks as task_files
+from envs.embodiedbench.command_reader import AlfredReader, HabitatReader
 from envs.embodiedbench.prompts import ALFRED, COMPILING, HABITAT, MANIPULATION, NAVIGATION
 from envs.spec import EnvSettings, EnvSpec, NotInstalled, PoolLimits, Probe, Rule, Splits, WorkerSpec
 from runtime.settings import PathName
@@ -187,6 +189,9 @@ def _export(benchmark: str) -> str:
 _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon")
 
 
+READERS = {"eb_alfred": AlfredReader(), "eb_habitat": HabitatReader()}
+
+
 def _spec(
     benchmark: str, instructions: str, held_out: tuple[str, ...] = (), *, expert: bool = False, **isolation: Rule
 ) -> EnvSpec:
@@ -207,6 +212,7 @@ def _spec(
         instructions=instructions,
         lists_commands=benchmark != "eb_manipulation",  # since actions must match the scene's skills
         compiler_instructions=COMPILING[benchmark],
+        reader=READERS.get(benchmark, CommandReader()),
     )
 
 

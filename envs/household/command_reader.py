@@ -1,9 +1,12 @@
 """Command readers of ALFWorld's language: places and treatments of kinds of objects."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
-from envs.command_reader import CommandReader, Fact
+from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, StepEffect
+from envs.household.observation_parser import ARRIVED, parse_carried, parse_effect, parse_places, parse_room
 from envs.household.vocabulary import OPENABLE
 
 _GO = "go to "
@@ -17,8 +20,7 @@ SOUGHT = re.compile(
     r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
 )
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
-# Games before alfworld 0.4 name a location ("loc 4") where others name the place, which the view names, too.
-ARRIVED = re.compile(r"You arrive at (?:loc \d+\. (?:On the|The) )?(?!loc \d)(?P<place>[a-z]+ \d+)\b")
+_GONE = re.compile(r"go to (?P<place>[a-z]+ \d+)")
 
 
 def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:
@@ -29,11 +31,6 @@ def first_taken(actions: Sequence[str]) -> tuple[str, str] | None:
 
 def location(scene: str, thing: str, place: str) -> str:
     return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
-
-
-def take_command(thing: str, place: str) -> str:
-    """Write the command that takes a thing ("mug 1") from a place where an episode saw it."""
-    return f"take {thing} from {place}"
 
 
 def subgoals(plan: Sequence[str]) -> list[str]:
@@ -51,6 +48,14 @@ def subgoals(plan: Sequence[str]) -> list[str]:
     return goals
 
 
+@lru_cache(maxsize=1 << 12)
+def _look(text: str) -> Reading:
+    """Read a text; the same ones come again and again."""
+    arrived = ARRIVED.search(text)
+    at = arrived["place"] if arrived else None
+    return Reading(at, parse_carried(text), views=tuple(parse_places(text)), places=parse_room(text))
+
+
 class HouseholdReader(CommandReader):
     """Reader for generated homes, where memory gives places of objects in the same home only; appliances are always in
     view."""
@@ -58,6 +63,34 @@ class HouseholdReader(CommandReader):
     levels = ("place", "subgoal", "command")
     follows_recipes = False
     lists_places = True
+    reads_views = True
+
+    def look(self, text: str) -> Reading:
+        """Read the place that the agent reached, the contents of places, the listed places and what is carried."""
+        return _look(text)
+
+    def read(self, state: AgentState, step: Step) -> Reading:
+        """Read also the step's effect, and the place that a command leads to."""
+        if step.refused:
+            return Reading()
+        seen, done, at = _look(step.feedback), parse_effect(step.feedback), None
+        if not step.feedback.startswith("Nothing") and (gone := _GONE.fullmatch(step.action)):
+            at = gone["place"]
+        held = {"take": (done.thing,), "put": ()}.get(done.verb, seen.held) if done else seen.held
+        return Reading(seen.at or at, held, done, seen.views, seen.places)
+
+    def phrase(self, effect: StepEffect) -> str:
+        """Write an effect in words; lamps are used."""
+        return super().phrase(replace(effect, verb="use") if effect.verb in ("on", "off") else effect)
+
+    def goal_things(self, goal: str, known: Iterable[str] = ()) -> frozenset[str]:
+        """Return the kind of thing that a goal in ALFWorld's words seeks; for another goal, those of `known` in it."""
+        named = SOUGHT.search(goal.lower())
+        return frozenset({named[1]}) if named else super().goal_things(goal, known)
+
+    def fetch(self, thing: str, place: str) -> tuple[str, ...]:
+        """Return the command that takes a thing, the first one of a kind."""
+        return (f"take {thing if thing[-1:].isdigit() else f'{thing} 1'} from {place}",)
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List taken things with their places."""

@@ -1,9 +1,11 @@
 """Command reader of ScienceWorld: rooms and order of a recipe's steps."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from envs.command_reader import CommandReader, Fact, last_of_each
+from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, last_of_each
+from envs.scienceworld import view_parser
 
 ROOMS = (
     "art studio",
@@ -26,8 +28,13 @@ _IDLE = re.compile(r"(?:go to|teleport to|(?:open|close) door to|look|examine|in
 _HARMLESS = re.compile(r"(?:go to|teleport to|open door to|look|examine|inventory)")
 _VERB = re.compile(r"pick up|focus on|[a-z]+")
 _MILESTONE = re.compile(r"(?:pick up|focus on|activate|mix|connect) ")
-_NAMED = re.compile(r"(?:This room is called|You (?:move|teleport) to) the (?P<room>[a-z ]+)\.")
+_NAMED = re.compile(r"(?:This room is called|You (?:move|teleport)(?: through the door)? to) the (?P<room>[a-z ]+)\.")
 _OUTSIDE = re.compile(r"This outside location is called the (?P<room>[a-z ]+)\.")
+
+_ABOUT = re.compile(
+    r"Your task is to (?:boil|freeze|melt|change the state of matter of|measure the (?:temperature|melting point) of"
+    r"|find a\(n\)|grow an?|turn on the|determine if) ((?:(?! is | from |, |\.).)+)"
+)
 
 
 def is_move(command: str) -> bool:
@@ -97,7 +104,48 @@ def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
 
 
 class ScienceWorldReader(CommandReader):
-    """Reader for one fixed house, where other variations of a task show the room of each step and the next step."""
+    """Reader for one fixed house, where other variations of a task show the room of each step and the next step.
+
+    The agent carries any number of things, and can move a thing without taking it.
+    """
+
+    reads_views = True
+    one_hand = False
+
+    def look(self, text: str) -> Reading:
+        """Read rooms and containers with their contents, the inventory, and the rooms to which there are doors. The
+        agent is in the room that lists it."""
+        views = list(view_parser.parse_views(text))
+        at = next((view.at for view in views if view_parser.AGENT in view.seen), None)
+        seen = tuple(replace(v, seen=tuple(t for t in v.seen if t != view_parser.AGENT)) for v in views)
+        return Reading(at, view_parser.parse_inventory(text), views=seen, places=view_parser.parse_doors(text))
+
+    def read(self, state: AgentState, step: Step) -> Reading:
+        """Read also what was taken, put down, eaten or switched, and the room that a move led to."""
+        if step.refused:
+            return Reading()
+        told, done = self.look(step.feedback), view_parser.parse_effect(step.feedback)
+        at, held = told.at, told.held
+        if at is None and not told.views:
+            at = room_in(step.feedback) or None
+        if done is not None and done.verb == "take":
+            done = replace(done, place=state.where.get(done.thing, state.at))
+            held = (*state.held, done.thing)
+        elif done is not None and done.verb == "put":
+            held = view_parser.without(state.held, done.thing)
+        elif eaten := view_parser.parse_eaten(step.feedback):
+            held = view_parser.without(state.held, eaten)
+        return replace(told, at=at, held=held, effect=done)
+
+    def goal_things(self, goal: str, known: Iterable[str] = ()) -> frozenset[str]:
+        """Return the thing or substance that a goal is about, and those of `known` that it names."""
+        text, named = goal.lower(), _ABOUT.search(goal)
+        shown = {name for name in known if re.search(rf"\b{re.escape(name)}\b", text)}
+        return frozenset(shown | ({named[1]} if named else set()))
+
+    def fetch(self, thing: str, place: str) -> tuple[str, ...]:
+        """Return the commands that take a thing in a room."""
+        return (f"{TELEPORT}{place}", f"pick up {thing}") if place in ROOMS else (f"pick up {thing}",)
 
     def related(self, goal: str, other: str) -> bool:
         """Return whether both goals are of one task type, by their share of common words."""

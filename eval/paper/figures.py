@@ -102,7 +102,8 @@ class Replay:
         """Return the entries recalled at step t. Raises: BankError, KeyError, if the bank lacks one."""
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
-            self._bank = open_memory(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
+            memory = self.config.memory.model_copy(update={"version": version})
+            self._bank = open_memory(memory, self.run / "bank", self.config.env.name)
         return episode.memory_at(t, self._bank)
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:

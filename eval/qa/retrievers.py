@@ -116,9 +116,12 @@ def _memory_retriever(config: MemoryConfig, histories: Sequence[Trace], folder: 
     return retrieve
 
 
+WORDS = "household"  # the environment whose words histories of homes are in; in dialogues its reader finds nothing
+
+
 def _filled_memory(config: MemoryConfig, histories: Sequence[Trace], folder: Path) -> MemorySystem:
-    memory = open_memory(config, folder)
-    initialise_memory(memory)
+    memory = open_memory(config, folder, WORDS)
+    initialise_memory(memory, WORDS)
     memory.commit([[trace] for trace in histories])
     return memory
 

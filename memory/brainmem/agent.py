@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from envs.command_reader import CommandReader
 from memory.brainmem import rules
 from memory.brainmem.episodic import Topic
 from memory.brainmem.semantic import Experience
@@ -53,16 +54,18 @@ class EpisodeAnswers:
         self.failures[role] = self.failures.get(role, 0) + 1
 
 
-def reflection(trace: Trace, topic: Topic, ask: ChatFunction | None) -> str:
+def reflection(trace: Trace, topic: Topic, reader: CommandReader, ask: ChatFunction | None) -> str:
     """Reflect on an attempt (L3) by model, or by rule without a usable answer."""
     chat = _chat(_WON if trace.success else _LOST, _attempt_log(trace, topic))
     answer = ask(chat, REFLECTION, REFLECTION_TOKENS) if ask else ""
-    return line(answer or "") or rules.reflection(trace, topic)
+    return line(answer or "") or rules.reflection(trace, topic, reader)
 
 
-def ask_about_episode(attempts: Sequence[Trace], topic: Topic, ask: ChatFunction) -> EpisodeAnswers:
+def ask_about_episode(
+    attempts: Sequence[Trace], topic: Topic, reader: CommandReader, ask: ChatFunction
+) -> EpisodeAnswers:
     """Ask for reflections on all attempts (L3) and for the experience (L4), which is requested twice if unusable."""
-    answers = EpisodeAnswers(reflections=[reflection(trace, topic, ask) for trace in attempts])
+    answers = EpisodeAnswers(reflections=[reflection(trace, topic, reader, ask) for trace in attempts])
     log = "\n\n".join(f"attempt {n}:\n{_attempt_log(trace, topic)}" for n, trace in enumerate(attempts, 1))
     chat = _chat(_AGENT, log)
     for _ in range(EXPERIENCE_TRIES):

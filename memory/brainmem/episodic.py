@@ -10,20 +10,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
 from envs.base import Task
-from envs.household.observation_parser import (
-    AgentState,
-    goal_objects,
-    kind,
-    moved_object,
-    parse_places,
-    parse_room,
-    state_summary,
-)
+from envs.command_reader import AgentState, CommandReader, PlaceView, kind
 from memory.protocol import Record, Trace
 
 State = tuple[str, str]  # room, summary
@@ -63,27 +55,35 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class GraphPosition:
-    """An attempt's current state in the graph, and the agent's body."""
+    """An attempt's current state in the graph, and the agent's."""
 
     state: State
-    body: AgentState = field(default_factory=AgentState)
+    agent: AgentState
+    reader: CommandReader
 
     @classmethod
-    def start(cls, task: Task, first: str) -> GraphPosition:
+    def start(cls, task: Task, first: str, reader: CommandReader) -> GraphPosition:
         """Return s_0, whose summary includes the goal: only episodes of one instruction share it."""
-        return cls((task.scene, f"{task.goal} | {state_summary(first, AgentState())}"))
+        agent = AgentState().after(reader.look(first))
+        return cls((task.scene, f"{task.goal} | {state_summary(first, agent, reader)}"), agent, reader)
 
     def after(self, record: Record) -> GraphPosition:
-        """Return the position after a step; a refused step leaves it unchanged."""
+        """Return the position after a step; a refused step leaves the graph's state unchanged."""
+        agent = self.agent.after(self.reader.read(self.agent, record))
         if record.refused:
-            return self
-        body = self.body.after(record.action, record.feedback)
-        return GraphPosition((self.state[0], state_summary(record.feedback, body)), body)
+            return replace(self, agent=agent)
+        return replace(self, state=(self.state[0], state_summary(record.feedback, agent, self.reader)), agent=agent)
 
 
-def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
+def state_summary(text: str, agent: AgentState, reader: CommandReader) -> str:
+    """Write a state in canonical form (B.2.2): place, sorted visible entities, held things."""
+    seen = ", ".join(sorted(reader.look(text).entities)) or ("" if reader.pictures else " ".join(text.split()))
+    return " | ".join([f"at {agent.at or 'start'}", *([f"sees: {seen}"] if seen else []), agent.holding])
+
+
+def walk(trace: Trace, reader: CommandReader) -> Iterator[tuple[State, str, State, bool]]:
     """Yield (state, action, next state, executed) of each step of an attempt."""
-    now = GraphPosition.start(trace.task, trace.first)
+    now = GraphPosition.start(trace.task, trace.first, reader)
     for record in trace.records:
         then = now.after(record)
         yield now.state, record.action, then.state, not record.refused
@@ -94,6 +94,7 @@ def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
 class TrajectoryGraph:
     """Transitions and trajectories of all episodes, indexed by room and word to bound the time of a query."""
 
+    reader: CommandReader
     transitions: dict[tuple[State, str, State], Transition] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
     # Successful trajectories with their index, by room and topic.
@@ -109,7 +110,7 @@ class TrajectoryGraph:
 
     def learn(self, trace: Trace, topic: Topic) -> None:
         """Add an attempt."""
-        steps = list(walk(trace))
+        steps = list(walk(trace, self.reader))
         for before, action, after, ok in steps:
             known = self.transitions.setdefault((before, action, after), Transition(before, action, after))
             (known.won if ok else known.lost)[trace.task.id] += 1
@@ -119,7 +120,7 @@ class TrajectoryGraph:
         self.trajectories.append(trajectory)
         for action in trajectory.done:
             for word in action.split():
-                self._named.setdefault(word, {})[action] = None
+                self._named.setdefault(kind(word), {})[action] = None
             self._times[action] += 1
             self._of_task[action, trace.task.id] += 1
 
@@ -151,11 +152,16 @@ class TrajectoryGraph:
         """Format the most frequent successful actions on each object of the task, in order of first use."""
         lines = list[str]()
         for thing in sorted(topic.objects):
-            named = self._named.get(thing, {})
+            named = self._actions_on(thing)
             counts = {a: times for a in named if (times := self._times[a] - self._of_task[a, own])}
             if best := heapq.nsmallest(HINTS, counts, key=lambda action: (-counts[action], action)):
                 lines.append(f"{thing}: {'; '.join(action for action in named if action in best)}")
         return lines
+
+    def _actions_on(self, thing: str) -> list[str]:
+        """List the successful actions that name a thing, by all words of its name, in order of first use."""
+        first, *others = (self._named.get(word, {}) for word in thing.split())
+        return [action for action in first if all(action in other for other in others)]
 
 
 def similarity(one: Topic, other: Topic) -> float:
@@ -205,6 +211,7 @@ class SpatialFact(NamedTuple):
 
 @dataclass
 class SpatialGraph:
+    reader: CommandReader
     rooms: dict[str, dict[tuple[str, str], Relation]] = field(default_factory=dict)
 
     def learn(self, attempts: Sequence[Trace], episode: int) -> None:
@@ -212,7 +219,7 @@ class SpatialGraph:
         if not attempts:
             return
         known, task = self.rooms.setdefault(attempts[0].task.scene, {}), attempts[0].task.id
-        for place, seen in first_sights(attempts).items():
+        for place, seen in first_sights(attempts, self.reader).items():
             found = {kind(entity) for entity in seen}
             for thing in found:
                 known.setdefault((thing, place), Relation())
@@ -230,19 +237,26 @@ class SpatialGraph:
         return [SpatialFact(*each[:4]) for each in ranked[:most]]
 
 
-def first_sights(attempts: Iterable[Trace]) -> Mapping[str, tuple[str, ...]]:
-    """Return the contents of each place at its first view, without objects that were moved before."""
+def first_sights(attempts: Iterable[Trace], reader: CommandReader) -> Mapping[str, tuple[str, ...]]:
+    """Return the contents of each place at its first view, without objects that were moved before. Where views do not
+    list contents, those are the things that were found there."""
     found, shifted = dict[str, tuple[str, ...]](), set[str]()
     for trace in attempts:
-        for record in trace.records:
-            for text in dict.fromkeys((record.observation, record.feedback)):
-                for view in parse_places(text):
-                    seen = tuple(entity for entity in view.seen or () if entity not in shifted)
-                    found.setdefault(view.at, seen)
-                shifted |= {moved_object(text)} - {""}
+        views = list(reader.look(trace.first).views)
+        for _, reading, _ in reader.follow(trace.first, trace.records):
+            done = reading.effect
+            if done is not None and done.verb == "take" and done.place:
+                views.append(PlaceView(done.place, (done.thing,), complete=False))
+            for view in (*views, *reading.views):
+                seen = tuple(entity for entity in view.seen if entity not in shifted)
+                known = found.setdefault(view.at, seen)
+                if not view.complete:
+                    found[view.at] = (*known, *(entity for entity in seen if entity not in known))
+            shifted |= {done.thing} if done is not None and done.verb in ("take", "put") else set()
+            views = []
     return found
 
 
-def topic_of(task: Task, first: str = "") -> Topic:
+def topic_of(task: Task, reader: CommandReader, first: str = "") -> Topic:
     """Return a task's retrieval features; `first` is its first observation."""
-    return Topic(task.scene, task.kind, goal_objects(task, map(kind, parse_room(first))))
+    return Topic(task.scene, task.kind, reader.goal_things(task.goal, map(kind, reader.look(first).places)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple
 
-from envs.household.command_reader import take_command
+from envs.command_reader import CommandReader
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
 from memory.brainmem.semantic import (
@@ -44,19 +44,23 @@ class Section(NamedTuple):
 
 @dataclass
 class Knowledge:
-    """BrainMem's state after `episodes` rows."""
+    """BrainMem's state after `episodes` rows, which `reader` reads."""
 
     settings: BrainMemSettings
+    reader: CommandReader
     episodes: int = 0
-    graph: TrajectoryGraph = field(default_factory=TrajectoryGraph)
-    spatial: SpatialGraph = field(default_factory=SpatialGraph)
+    graph: TrajectoryGraph = field(init=False)
+    spatial: SpatialGraph = field(init=False)
     experiences: Experiences = field(default_factory=Experiences)
     guidelines: list[Guideline] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.graph, self.spatial = TrajectoryGraph(self.reader), SpatialGraph(self.reader)
 
     def learn(self, row: Row) -> None:
         """Add an episode to graphs, experiences and guidelines (section 3.4)."""
         attempts, number, settings = row.attempts, self.episodes, self.settings
-        topic = topic_of(attempts[0].task, attempts[0].first)
+        topic = topic_of(attempts[0].task, self.reader, attempts[0].first)
         if settings.episodic.enabled and settings.episodic.trajectory:
             for trace in attempts:
                 self.graph.learn(trace, topic)
@@ -68,7 +72,8 @@ class Knowledge:
 
     def experience_of(self, row: Row, topic: Topic) -> Experience:
         """Return the experience of the next episode."""
-        return agent.with_model_texts(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
+        by_rule = rules.experience(row.attempts, topic, f"e{self.episodes}", self.reader)
+        return agent.with_model_texts(by_rule, row.answers)
 
     def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
         """Return the guidelines after a new experience; `words` maps the rules' texts to a model's."""
@@ -106,7 +111,7 @@ class Knowledge:
             facts = self.spatial.facts(topic.room, topic.objects, own=own) if with_facts else []
             lines = [f"In {topic.room}: {'; '.join(map(str, facts))}"] if facts else []
             texts[SPATIAL] = [*lines, *SPATIAL_ADVICE]
-            fetched[SPATIAL] = tuple(take_command(f"{fact.thing} 1", fact.place) for fact in facts)
+            fetched[SPATIAL] = tuple(c for fact in facts for c in self.reader.fetch(fact.thing, fact.place))
         return {
             name: Section("\n".join([f"{name}:", *texts[name]]), fetched.get(name, ()))
             for name in ORDER

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from envs.household.observation_parser import state_summary
+from envs.command_reader import CommandReader
 from memory.brainmem import agent, overview, working
-from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, topic_of
+from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, state_summary, topic_of
 from memory.brainmem.knowledge import NAME, Knowledge, id_of
 from memory.brainmem.semantic import agreeing_texts
 from memory.brainmem.settings import BrainMemSettings
@@ -24,13 +24,17 @@ from memory.brainmem.working import WorkStep
 from memory.entry import MemoryEntry, Provenance, WriteResult
 from memory.journal import JournalMemory, Row
 from memory.protocol import Graph, Query, Recall, Record, Table, Trace
-from memory.registry import ChatFunction, MemorySpec, MemoryTools
+from memory.registry import ChatFunction, MemorySpec, MemoryTools, required_reader
 
 MAX_SCENES = 16  # scenes whose knowledge without them is kept
 
 
 class BrainMem(JournalMemory):
-    """BrainMem as a `MemorySystem`, folded from the rows of its journal."""
+    """BrainMem as a `MemorySystem`, folded from the rows of its journal.
+
+    Args:
+        reader: reads the environment's views and commands; None: only what reads none of them works.
+    """
 
     name: ClassVar[str] = NAME
 
@@ -40,10 +44,11 @@ class BrainMem(JournalMemory):
         settings: BrainMemSettings | None = None,
         until: int | None = None,
         ask: ChatFunction | None = None,
+        reader: CommandReader | None = None,
     ) -> None:
         super().__init__(path, until)
-        self.settings, self._ask = settings or BrainMemSettings(), ask
-        self._known = Knowledge(self.settings)
+        self.settings, self._ask, self._reader = settings or BrainMemSettings(), ask, reader
+        self._known: Knowledge | None = None
         self._elsewhere = OrderedDict[str, tuple[Knowledge, int]]()  # by scene: without its episodes; rows read
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
@@ -53,14 +58,14 @@ class BrainMem(JournalMemory):
         try:
             written = self._journal.append([self._answered(row, self._ask) for row in fresh])
         finally:  # `_answered` learned rows before they were stored
-            if self._known.episodes != len(self._journal):
-                self._known = Knowledge(self.settings)
+            if self._known is not None and self._known.episodes != len(self._journal):
+                self._known = None
         return written + WriteResult(0, len(episodes) - len(fresh))
 
     def _answered(self, row: Row, ask: ChatFunction) -> Row:
         """Add the language model's answers about the next episode (L3 to L5) and learn it."""
-        known, topic = self.knowledge, topic_of(row.attempts[0].task, row.attempts[0].first)
-        answers = agent.ask_about_episode(row.attempts, topic, ask)
+        known, topic = self.knowledge, topic_of(row.attempts[0].task, self.reader, row.attempts[0].first)
+        answers = agent.ask_about_episode(row.attempts, topic, self.reader, ask)
         row = replace(row, answers=answers.to_json())
         new, ids = known.experience_of(row, topic), {g.id for g in known.guidelines}
         for g in known.guidelines_with(new):
@@ -80,10 +85,16 @@ class BrainMem(JournalMemory):
         return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
 
     @property
+    def reader(self) -> CommandReader:
+        """Return the reader of the environment's views. Raises: BankError, if the environment is not known."""
+        return required_reader(self.name, self.path, self._reader)
+
+    @property
     def knowledge(self) -> Knowledge:
-        for row in self._journal.since(self._known.episodes):
-            self._known.learn(row)
-        return self._known
+        known = self._known = self._known or Knowledge(self.settings, self.reader)
+        for row in self._journal.since(known.episodes):
+            known.learn(row)
+        return known
 
     def knowledge_outside(self, scene: str) -> Knowledge:
         """Return the knowledge that other scenes' episodes give, as if none of `scene` had been committed.
@@ -91,7 +102,7 @@ class BrainMem(JournalMemory):
         A language model's wordings of guidelines are left out, because they may summarise episodes of any scene: the
         rules' texts stand for them.
         """
-        known, read = self._elsewhere.pop(scene, None) or (Knowledge(self.settings), 0)
+        known, read = self._elsewhere.pop(scene, None) or (Knowledge(self.settings, self.reader), 0)
         for row in (rows := self._journal.since(read)):
             if row.attempts[0].task.scene != scene:
                 known.learn(replace(row, answers={k: v for k, v in row.answers.items() if k != "guidelines"}))
@@ -109,18 +120,18 @@ class BrainMem(JournalMemory):
         return [recalled[n] for n in range(len(queries))]
 
     def session(self, query: Query, first: Recall) -> BrainSession:
-        return BrainSession(query, first, self.settings)
+        return BrainSession(query, first, self.settings, self.reader)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> BrainSession | None:
         evolve = self.settings.evolve
         if not evolve.enabled or len(attempts) > evolve.retries:
             return None
         last = attempts[-1]
-        lesson = agent.reflection(last, topic_of(query.task, last.first), self._ask)
-        return BrainSession(query, first, settings=self.settings, earlier=attempts, lesson=lesson)
+        lesson = agent.reflection(last, topic_of(query.task, self.reader, last.first), self.reader, self._ask)
+        return BrainSession(query, first, self.settings, self.reader, earlier=attempts, lesson=lesson)
 
     def at(self, version: int) -> BrainMem:
-        return BrainMem(self.path, self.settings, version)
+        return BrainMem(self.path, self.settings, version, reader=self._reader)
 
     def tables(self) -> list[Table]:
         return overview.tables(self.knowledge, self.failures)
@@ -148,20 +159,22 @@ class BrainSession:
         query: Query,
         first: Recall,
         settings: BrainMemSettings,
+        reader: CommandReader,
         earlier: Sequence[Trace] = (),
         lesson: str = "",
     ) -> None:
         self._first, self._settings, self._task, self._origin = first, settings, query.task, _origin(query)
+        self._reader = reader
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
         self._now: GraphPosition | None = None
         self._taken = 0
         self._lesson = lesson
-        self._tried = TrajectoryGraph()
+        self._tried = TrajectoryGraph(reader)
         for trace in earlier:
-            self._tried.learn(trace, topic_of(query.task, trace.first))
+            self._tried.learn(trace, topic_of(query.task, reader, trace.first))
 
     def recall(self, observation: str) -> Recall:
-        self._now = self._now or GraphPosition.start(self._task, observation)
+        self._now = self._now or GraphPosition.start(self._task, observation, self._reader)
         added = {"Retry Guidance": self._guidance(self._now.state), "Working Memory": self._working()}
         entries = [_entry(name, text, room=self._origin) for name, text in added.items() if text]
         return Recall((*self._first.entries, *entries), generated=True) if entries else self._first
@@ -176,22 +189,25 @@ class BrainSession:
 
     def _working(self) -> str:
         settings = self._settings.working
-        return working.render_section(list(self._window), self._taken, settings) if settings.enabled else ""
+        if not settings.enabled:
+            return ""
+        return working.render_section(list(self._window), self._taken, settings, self._reader)
 
     def observe(self, record: Record) -> None:
-        before = self._now or GraphPosition.start(self._task, record.observation)
+        before = self._now or GraphPosition.start(self._task, record.observation, self._reader)
         self._now = after = before.after(record)
-        changed = record.feedback != record.observation or after.body != before.body
+        held, held_before = ", ".join(after.agent.held), ", ".join(before.agent.held)
+        changed = record.feedback != record.observation or after.agent.at != before.agent.at or held != held_before
         self._taken += 1
         self._window.append(
             WorkStep(
                 t=record.t,
                 action=record.action,
                 ok=not record.refused,
-                summary=state_summary(record.observation, before.body),
-                at=after.body.at,
-                holds=after.body.holds,
-                held_before=before.body.holds,
+                summary=state_summary(record.observation, before.agent, self._reader),
+                at=after.agent.at,
+                holds=held,
+                held_before=held_before,
                 changed=changed,
             )
         )
@@ -199,7 +215,7 @@ class BrainSession:
 
 def _context(known: Knowledge, query: Query) -> tuple[MemoryEntry, ...]:
     """Return an entry per non-empty section of a query's task."""
-    sections, origin = known.sections(topic_of(query.task), query.task.id), _origin(query)
+    sections, origin = known.sections(topic_of(query.task, known.reader), query.task.id), _origin(query)
     return tuple(_entry(name, text, room=origin, actions=done) for name, (text, done) in sections.items())
 
 
@@ -224,7 +240,7 @@ def _entry(
 
 
 def _open(path: Path, settings: BrainMemSettings, tools: MemoryTools) -> BrainMem:
-    return BrainMem(path, settings, ask=tools.ask)
+    return BrainMem(path, settings, ask=tools.ask, reader=tools.reader)
 
 
-BRAINMEM = MemorySpec(NAME, BrainMemSettings, _open)
+BRAINMEM = MemorySpec(NAME, BrainMemSettings, _open, reads_views=True)

@@ -11,10 +11,10 @@ R3  putting or treating an object while holding none
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from envs.command_reader import CommandReader, StepEffect
 from memory.brainmem.settings import Working
 
 MOST_WARNINGS = 2
@@ -27,8 +27,7 @@ KEY_GUIDELINES = (
 )
 REMINDERS = ("Look at what is held first.", "Put it down before taking something else.")
 STRATEGY = "Strategy: go on with what worked, change what failed."
-_TAKE, _USED = re.compile(r"take |pick up "), re.compile(r"(?:move|put|heat|cool|clean|slice) ")
-_DOOR = re.compile(r"(open|close) (.+)")
+_USES = ("put", "heat", "cool", "clean", "slice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +44,31 @@ class WorkStep:
     changed: bool = True  # the view or the held object
 
 
-def warnings(window: Sequence[WorkStep]) -> list[str]:
-    """Return the first two warnings about the last step."""
+def warnings(window: Sequence[WorkStep], reader: CommandReader) -> list[str]:
+    """Return the first two warnings about the last step. R2 and R3 are for agents that hold one thing at a time."""
     if not window:
         return []
     last, before, found = window[-1], window[:-1], list[str]()
+    meant = reader.intent(last.action)
+    verb = meant.verb if meant else ""
     if not last.ok and any(step.action == last.action and not step.ok for step in before):
         found.append(f"'{last.action}' failed before with the same result: do not repeat it.")
-    if _TAKE.match(last.action) and last.held_before:
+    if verb == "take" and last.held_before and reader.one_hand:
         found.append(f"'{last.action}' while {last.held_before} was held: put it down first.")
-    if _USED.match(last.action) and not last.held_before:
+    if verb in _USES and not last.held_before and reader.one_hand:
         found.append(f"'{last.action}' while nothing was held: pick something up first.")
     twice = any(step.action == last.action for step in before[-1:])
     if twice and last.ok and not last.changed:
         found.append(f"'{last.action}' again changed nothing: this is a loop.")
-    door = _DOOR.fullmatch(last.action)
-    if door and any(step.action == last.action and step.ok for step in before) and not _reversed(door, before):
-        found.append(f"{door[2]} is {'open' if door[1] == 'open' else 'closed'} already.")
+    if meant and verb in ("open", "close") and _last_use(meant.thing, before, reader) == meant:
+        found.append(f"{meant.thing} is {'open' if verb == 'open' else 'closed'} already.")
     return found[:MOST_WARNINGS]
 
 
-def _reversed(door: re.Match[str], before: Sequence[WorkStep]) -> bool:
-    """Return whether the last use of the door was the opposite one."""
-    uses = [m[1] for step in before if step.ok and (m := _DOOR.fullmatch(step.action)) and m[2] == door[2]]
-    return uses[-1] != door[1]
+def _last_use(door: str, before: Sequence[WorkStep], reader: CommandReader) -> StepEffect | None:
+    """Return the last executed command that opened or closed a door; None if there is none."""
+    meant = (reader.intent(step.action) for step in reversed(before) if step.ok)
+    return next((use for use in meant if use and use.thing == door and use.verb in ("open", "close")), None)
 
 
 def success_rate(window: Sequence[WorkStep]) -> str:
@@ -76,7 +76,7 @@ def success_rate(window: Sequence[WorkStep]) -> str:
     return f"{100 * sum(step.ok for step in window) / len(window):.1f}%"
 
 
-def render_section(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
+def render_section(window: Sequence[WorkStep], taken: int, settings: Working, reader: CommandReader) -> str:
     """Write the section in C.1's order; "" for an empty window. `taken`: the attempt's number of actions."""
     if not window:
         return ""
@@ -85,7 +85,7 @@ def render_section(window: Sequence[WorkStep], taken: int, settings: Working) ->
         mark = f" ({'Success' if step.ok else 'Failure'})" if settings.feedback else ""
         lines += [f"Step {step.t + 1}: Action: {step.action}{mark}", f"Observation Summary: {step.summary}"]
     lines += ["Key Guidelines:", *(f"- {text}" for text in KEY_GUIDELINES)]
-    if settings.consistency_check and (found := warnings(window)):
+    if settings.consistency_check and (found := warnings(window, reader)):
         lines += [f"CONSISTENCY WARNING: {text} Reconsider." for text in found]
     if places := dict.fromkeys(step.at for step in window if step.at):
         lines.append(f"Recently Visited Locations: {', '.join(places)}")

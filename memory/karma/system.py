@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import FloorPlan, Task, TaskSequence
-from envs.household.command_reader import take_command
-from envs.household.observation_parser import parse_effect, parse_room
+from envs.command_reader import CommandReader, StepEffect
 from memory.entry import MemoryEntry, Provenance
 from memory.journal import JournalMemory
 from memory.karma.graph import SceneGraph, build_graph
@@ -24,7 +23,7 @@ from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
 from memory.karma.units import HAND, ObjectUnit, ShortTerm, ask_states, goal_words
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace, refuse_isolation
-from memory.registry import MemorySpec, MemoryTools
+from memory.registry import MemorySpec, MemoryTools, required_reader
 from memory.trajectory import one_line
 
 NAME = "karma"
@@ -40,6 +39,7 @@ class HomeMemory:
     scene: str
     settings: KarmaSettings
     tools: MemoryTools
+    reader: CommandReader
     plan: FloorPlan = field(default_factory=FloorPlan)
     short: ShortTerm = field(init=False)
     finished: int = 0  # tasks
@@ -47,7 +47,7 @@ class HomeMemory:
     _graph: SceneGraph | None = None
 
     def __post_init__(self) -> None:
-        self.short = ShortTerm(self.settings, self.plan)
+        self.short = ShortTerm(self.settings, self.reader, self.plan)
 
     @property
     def graph(self) -> SceneGraph:
@@ -56,14 +56,15 @@ class HomeMemory:
         return self._graph
 
     def enter(self, observation: str) -> None:
-        """Read the places from the first observation if there is no floor plan."""
-        if not self.plan.things and (places := parse_room(observation)):
+        """Read a task's first observation, which lists the places if there is no floor plan."""
+        self.short.begin(observation)
+        if not self.plan.things and (places := self.reader.look(observation).places):
             self.plan = FloorPlan(dict.fromkeys(places))
             self.short.plan, self._graph = self.plan, None
 
-    def observe(self, record: Record, task: Task) -> None:
-        """Update short-term memory with a step."""
-        self.short.observe(record, task.id, goal_words(task.goal))
+    def observe(self, record: Record, task: Task) -> StepEffect | None:
+        """Update short-term memory with a step, and return the step's effect."""
+        return self.short.observe(record, task.id, goal_words(task.goal))
 
     def finish(self, task: Task, success: bool) -> None:
         """Record the outcome of a task for the next one."""
@@ -82,11 +83,11 @@ class HomeMemory:
         return tuple(entry for entry in entries if entry.text)
 
     def _entry(self, source: str, id: str, text: str, unit: ObjectUnit | None = None) -> MemoryEntry:
-        """Create an entry. A unit's entry has the command that fetches its object, which teachers read."""
+        """Create an entry. A unit's entry has the commands that fetch its object, which teachers read."""
         task_id, actions = "", tuple[str, ...]()
         if unit is not None:
             task_id, _ = unit.written
-            actions = (take_command(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
+            actions = self.reader.fetch(unit.id, unit.place) if unit.place not in ("", HAND) else ()
         return MemoryEntry(
             f"{source}/{id}",
             text,
@@ -182,7 +183,7 @@ class EpisodeSession:
 
 
 class Karma(JournalMemory):
-    """KARMA as a `MemorySystem`, folded from the rows of its journal."""
+    """KARMA as a `MemorySystem`, folded from the rows of its journal, which `tools.reader` reads."""
 
     name: ClassVar[str] = NAME
 
@@ -197,6 +198,11 @@ class Karma(JournalMemory):
         self.settings, self._tools = settings or KarmaSettings(), tools or MemoryTools()
         self._scenes, self._folded = dict[str, tuple[HomeMemory, list[Trace]]](), 0
 
+    @property
+    def reader(self) -> CommandReader:
+        """Return the reader of the environment's views. Raises: BankError, if the environment is not known."""
+        return required_reader(self.name, self.path, self._tools.reader)
+
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         homes = [(query.task, self._home(query)) for query in queries]
         return [Recall(home.entries(home.units(task.goal)), generated=True) for task, home in homes]
@@ -207,7 +213,7 @@ class Karma(JournalMemory):
     def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
         return KarmaWorldSession(
-            HomeMemory(world.id, world.scene, settings=self.settings, tools=self._tools, plan=world.plan)
+            HomeMemory(world.id, world.scene, self.settings, self._tools, self.reader, plan=world.plan)
         )
 
     def at(self, version: int) -> Karma:
@@ -241,7 +247,7 @@ class Karma(JournalMemory):
         return home
 
     def _empty(self, task: Task) -> HomeMemory:
-        return HomeMemory(one_line(task.scene), task.scene, self.settings, self._tools)
+        return HomeMemory(one_line(task.scene), task.scene, self.settings, self._tools, self.reader)
 
     def tables(self) -> list[Table]:
         rows = [
@@ -269,8 +275,7 @@ def _learn(home: HomeMemory, trace: Trace) -> None:
             home.short.units.use(id)
     origins = dict[str, str]()
     for record in trace.records:
-        home.observe(record, trace.task)
-        if (done := parse_effect(record.feedback)) and done.verb == "take":
+        if (done := home.observe(record, trace.task)) and done.verb == "take":
             origins.setdefault(done.thing, done.place)
     home.short.reset_world(origins)
 
@@ -279,4 +284,4 @@ def _open(path: Path, settings: KarmaSettings, tools: MemoryTools) -> Karma:
     return Karma(path, settings, tools=tools)
 
 
-KARMA = MemorySpec(NAME, KarmaSettings, _open)
+KARMA = MemorySpec(NAME, KarmaSettings, _open, reads_views=True)

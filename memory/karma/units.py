@@ -6,19 +6,22 @@ Places and states follow from the agent's actions and the environment's feedback
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from envs.base import FloorPlan, Position
-from envs.household.observation_parser import AgentState, StepEffect, kind, parse_effect, parse_places
+from envs.command_reader import AgentState, CommandReader, StepEffect, kind
 from memory.karma.cache import Cache, make_cache
 from memory.karma.settings import KarmaSettings
 from memory.protocol import Record
 from memory.words import words
 
 HAND = "hand"
-STATES = {"heat": "heated", "cool": "cooled", "clean": "cleaned", "slice": "sliced", "on": "on", "off": "off"}
-EXCLUDE = {"heated": "cooled", "cooled": "heated", "on": "off", "off": "on"}
+STATES = {"heat": "heated", "cool": "cooled", "clean": "cleaned", "slice": "sliced", "on": "on", "off": "off"} | {
+    "open": "opened",
+    "close": "closed",
+}
+EXCLUDE = {"heated": "cooled", "cooled": "heated", "on": "off", "off": "on", "opened": "closed", "closed": "opened"}
 NAMED = frozenset(  # the paper's states (Appendix E) and ALFWorld's "cooled"
     ["heated", "cooked", "sliced", "cleaned", "dirty", "filled", "used up", "off", "on", "opened", "closed", "cooled"]
 )
@@ -75,9 +78,10 @@ class ShortTerm:
     """The cached units and the rules that write them."""
 
     settings: KarmaSettings
+    reader: CommandReader
     plan: FloorPlan = field(default_factory=FloorPlan)
     units: Cache[ObjectUnit] = field(init=False)
-    body: AgentState = field(default_factory=AgentState)
+    agent: AgentState = field(default_factory=AgentState)
     _writes: int = 0
     _in_view: dict[str, str] = field(default_factory=dict)  # places of the objects listed since the agent arrived here
 
@@ -91,23 +95,31 @@ class ShortTerm:
     def get(self, id: str) -> ObjectUnit | None:
         return next((unit for unit in self.held() if unit.id == id), None)
 
-    def observe(self, record: Record, task: str, named: frozenset[str]) -> None:
-        """Update units with a step. `named`: the words of the instruction."""
-        if record.refused:
-            return
-        body, self.body = self.body, self.body.after(record.action, record.feedback)
-        if self.body.at != body.at:
+    def begin(self, observation: str) -> None:
+        """Read where the agent is and what it holds from a task's first observation."""
+        self.agent = self.agent.after(self.reader.look(observation))
+
+    def observe(self, record: Record, task: str, named: frozenset[str]) -> StepEffect | None:
+        """Update units with a step, and return its effect. `named`: the words of the instruction."""
+        reading, at = self.reader.read(self.agent, record), self.agent.at
+        self.agent = self.agent.after(reading)
+        if self.agent.at != at:
             self._in_view = {}
         moment = (task, record.t)
-        if done := parse_effect(record.feedback):
+        if done := reading.effect:
             self._used(done, moment)
-        for place, things in _listed(record.feedback):
-            self._in_view |= dict.fromkeys(things, place)
-            if self.settings.feedback:
-                self._contradict(place, things)
-            for thing in things:
-                if self.settings.write == "all_seen" or (self.settings.write == "used+ooi" and kind(thing) in named):
-                    self._seen(thing, place, moment)
+        for view in reading.views:
+            self._in_view |= dict.fromkeys(view.seen, view.at)
+            if self.settings.feedback and view.complete:
+                self._contradict(view.at, view.seen)
+            for thing in view.seen:
+                if self.settings.write == "all_seen" or (self.settings.write == "used+ooi" and self._is(thing, named)):
+                    self._seen(thing, view.at, moment)
+        return done
+
+    def _is(self, thing: str, named: frozenset[str]) -> bool:
+        """Return whether an instruction's words name a thing's kind."""
+        return named.issuperset(letters(self.reader.in_words(kind(thing))))
 
     def _used(self, done: StepEffect, moment: Moment) -> None:
         known = self.get(done.thing)
@@ -115,7 +127,7 @@ class ShortTerm:
         if state := STATES.get(done.verb):
             states = (*(s for s in states if s not in (state, EXCLUDE.get(state))), state)
         here = known.place if known else self._in_view.get(done.thing, "")
-        place = {"take": HAND, "put": done.place, "on": here, "off": here, "slice": here}.get(done.verb, HAND)
+        place = {"take": HAND, "put": done.place, **dict.fromkeys(("heat", "cool", "clean"), HAND)}.get(done.verb, here)
         self._write(ObjectUnit(done.thing, place, states, source="used", written=moment))
 
     def _seen(self, thing: str, place: str, moment: Moment) -> None:
@@ -131,7 +143,7 @@ class ShortTerm:
 
     def reset_world(self, origins: Mapping[str, str]) -> None:
         """Follow a reset of the world: moved objects return to their `origins` and states are cleared."""
-        self.body, self._in_view = AgentState(), {}
+        self.agent, self._in_view = AgentState(), {}
         for unit in self.held():
             place = origins.get(unit.id, unit.place)
             self.units.revise(unit.id, replace(unit, place=place, states=(), position=self.plan.things.get(place)))
@@ -146,10 +158,6 @@ class ShortTerm:
         for unit in self.held():
             if unit.place == place and unit.id not in things:
                 self.units.drop(unit.id)
-
-
-def _listed(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    return ((view.at, view.seen) for view in parse_places(text) if view.seen is not None)
 
 
 # by a model -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from envs.household.observation_parser import AgentState, parse_places
+from envs.command_reader import AgentState
+from envs.household.command_reader import HouseholdReader
+from envs.household.observation_parser import parse_places
 from memory.protocol import Record, Trace
 from memory.s3mem.text import NUMBERED, STOP_WORDS, proper_names
 from memory.s3mem.units import REFUSED, EventUnit, StateChange, UnitOrigin, unit_id
@@ -16,6 +18,7 @@ from memory.words import truncate_words, words
 
 RARE_WORDS = 5  # most rare words of a turn that count as its objects
 HELD = "held"
+READER = HouseholdReader()  # of histories in ALFWorld's words; the patterns below read others
 _RESULT_WORDS = 16  # of feedback that no rule parses
 _THING = r"([a-z]+(?: [a-z]+)*?(?: \d+)?)"
 _VERB = re.compile(r"(?:pick up|look at|go to|turn on|turn off|focus on|teleport to|[a-z]+)")
@@ -126,7 +129,7 @@ class _WorldState:
         """Update the agent's position after a step."""
         if record.refused:
             return
-        self.body = self.body.after(record.action, record.feedback)
+        self.body = self.body.after(READER.read(self.body, record))
         if found := _ROOM.search(record.feedback):
             self.room = found[1] or found[2]
         elif went := _WENT.fullmatch(record.action):
@@ -152,7 +155,7 @@ def _steps(trace: Trace) -> Iterator[EventUnit]:
     for order, record in enumerate(trace.records):
         world.update_position(record)
         changes, shown = world.changes(record), list(parse_places(record.feedback))
-        seen = [entity for view in shown for entity in view.seen or ()]
+        seen = [entity for view in shown for entity in view.seen]
         things = [*NUMBERED.findall(record.action), *seen, *(change.key.rpartition(".")[0] for change in changes)]
         verb = found[0] if (found := _VERB.match(record.action)) else ""
         result = _result(record, parsed=bool(changes or shown))

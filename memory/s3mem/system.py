@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
-from envs.household.observation_parser import goal_objects, kind
+from envs.command_reader import kind
+from envs.household.command_reader import HouseholdReader
 from memory.entry import MemoryEntry, WriteResult
 from memory.journal import Journal, Row
 from memory.protocol import ESTIMATED, FixedSession, Isolation, Query, Recall, TokenCosts, Trace
@@ -115,7 +116,7 @@ class S3Mem:
         """Pack at most k units about where each of the goal's objects was last seen: of each object in turn the unit
         with most support, in the order of writing."""
         known = {kind(thing) for unit in index.units for thing in unit.objects}
-        wanted = sorted(goal_objects(task, known)) or [task.goal]
+        wanted = sorted(HouseholdReader().goal_things(task.goal, known)) or [task.goal]
         packs = [self._pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
         ranked = [sorted(pack, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
         in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)

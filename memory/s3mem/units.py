@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from envs.household.command_reader import take_command
+from envs.household.command_reader import HouseholdReader
 from memory.entry import MemoryEntry, Provenance
 from memory.pictures import existing_files, read_picture
 from memory.protocol import ESTIMATED, TokenCosts
@@ -111,7 +111,8 @@ class EventUnit:
         numbered = NUMBERED.fullmatch
         if self.origin.kind != "step" or self.changes or not numbered(self.place):
             return ()
-        return tuple(take_command(each, self.place) for each in self.objects if numbered(each) and each != self.place)
+        things = (each for each in self.objects if numbered(each) and each != self.place)
+        return tuple(command for each in things for command in HouseholdReader().fetch(each, self.place))
 
 
 def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> str:

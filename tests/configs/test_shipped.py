@@ -87,8 +87,6 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
             else paper
         )
         stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
-        if name.stem == "brainmem-embodiedbench":
-            expected = {**paper, "history": 0}  # working memory keeps the last actions
         for stage in stages:
             if isinstance(stage, SftConfig | GrpoConfig | EvalConfig) and stage.executor.engine != "scripted":
                 assert stage.executor.reading == expected, name

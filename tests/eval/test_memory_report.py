@@ -26,8 +26,8 @@ SYSTEMS = list(registry.BUILT_IN)
 
 @pytest.fixture(params=SYSTEMS)
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    made = open_memory(MemoryConfig(system=request.param), tmp_path / "bank")
-    initialise_memory(made)
+    made = open_memory(MemoryConfig(system=request.param), tmp_path / "bank", "household")
+    initialise_memory(made, "household")
     made.commit([[trace(i)] for i in (1, 4, 7)])
     return made
 
@@ -44,7 +44,7 @@ def test_the_command_tells_what_any_system_holds(memory: Any, tmp_path: Path) ->
 
 
 def test_guidelines_stand_there_with_their_utility(tmp_path: Path) -> None:
-    memory = open_memory(MemoryConfig(system="brainmem"), tmp_path / "bank")
+    memory = open_memory(MemoryConfig(system="brainmem"), tmp_path / "bank", "household")
     memory.commit([[trace(i)] for i in (1, 4)])
     [table] = [table for table in tables_of(memory) if table.title == "guidelines"]
     assert table.rows and table.rows[0][:2] == ("0.760", "2/2")  # 0.7 + 0.3 * 2/10

@@ -137,7 +137,7 @@ def sample() -> Path:
 
 def opened(name: str, path: Path) -> MemorySystem:
     spec = registry.find(name)
-    return spec.open(path, spec.settings(), registry.MemoryTools())
+    return spec.open(path, spec.settings(), registry.MemoryTools(reader=HouseholdReader()))
 
 
 def recalled(memory: MemorySystem, task: Task) -> list[tuple[str, str]]:

@@ -18,8 +18,8 @@ from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from data_gen.endpoint_teacher import read_emission
 from envs.base import EnvironmentFailure, Task
+from envs.command_reader import AgentState
 from envs.household.environment import HouseholdEnvironment
-from envs.household.observation_parser import AgentState, parse_effect, state_summary
 from envs.registry import BUILT_IN, find
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
 from executor.program import ProgramExecutor, read_plan
@@ -30,9 +30,11 @@ from lm import responses
 from lm.answer_cache import Answer
 from lm.endpoint import user_message
 from memory.brainmem.agent import read_experience
+from memory.brainmem.episodic import state_summary
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.graph import read_graph
 from memory.karma.units import read_states, read_unit
+from memory.protocol import Record
 from memory.words import search_terms
 from tests.fuzz.inputs import MARKS, RARE, json_text, line, mutated, pick, text, texts, value
 from tests.fuzz.target import Target, expect
@@ -259,8 +261,9 @@ def check_step(given: Mapping[str, Any]) -> None:
         for read in (reader.searched, reader.need, find(name).views):
             read(plan)
         reader.here(given["observation"], actions)
-    parse_effect(given["observation"])
-    state_summary(given["observation"], AgentState().after(given["goal"], given["observation"]))
+        now, (first, *_) = AgentState().after(reader.look(given["observation"])), [*plan, ""]
+        step = Record(0, given["observation"], first, given["observation"], bool(plan[1:2]))
+        state_summary(given["observation"], now.after(reader.read(now, step)), reader)
 
 
 @cache

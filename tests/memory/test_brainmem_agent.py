@@ -11,6 +11,7 @@ import pytest
 
 from configs.collect import MemoryConfig
 from data_gen.memory_factory import open_memory
+from envs.household.command_reader import HouseholdReader
 from lm.answer_cache import EndpointStop
 from memory.brainmem import agent
 from memory.brainmem.settings import BrainMemSettings
@@ -29,6 +30,10 @@ SAID = {
     "action_sequences": {"successful": [], "failed": []},
 }
 TOPIC = agent.Topic("FloorPlan1", "put", frozenset({"mug"}))
+
+
+def brain(path: Path, **arguments: Any) -> BrainMem:
+    return BrainMem(path, reader=HouseholdReader(), **arguments)
 
 
 class Model:
@@ -54,7 +59,7 @@ def prompt(memory: BrainMem, of: int = 9) -> str:
 
 def test_after_an_episode_exactly_its_calls_are_made(tmp_path: Path) -> None:
     model = Model()
-    memory = BrainMem(tmp_path, ask=model)
+    memory = brain(tmp_path, ask=model)
     memory.commit([[trace(1)]])
     assert model.asked == ["reflection", "experience"]
     memory.commit([[trace(1)]])  # known: nothing is asked
@@ -68,12 +73,12 @@ def test_after_an_episode_exactly_its_calls_are_made(tmp_path: Path) -> None:
 
 
 def test_what_a_model_said_is_in_the_journal_and_in_prompts(tmp_path: Path) -> None:
-    memory = BrainMem(tmp_path, ask=Model())
+    memory = brain(tmp_path, ask=Model())
     memory.commit([[trace(1)], [trace(4)]])
     assert "look on low shelves first" in prompt(memory) and "Shelves first." in prompt(memory)
-    again = BrainMem(tmp_path)  # without a model: what was said is in the journal
+    again = brain(tmp_path)  # without a model: what was said is in the journal
     assert prompt(again) == prompt(memory) and [e.text for e in again] == [e.text for e in memory]
-    by_rule = BrainMem(tmp_path / "rules")
+    by_rule = brain(tmp_path / "rules")
     by_rule.commit([[trace(1)], [trace(4)]])
     assert prompt(by_rule) != prompt(memory)
 
@@ -91,7 +96,7 @@ def test_isolated_by_scene_guidelines_have_the_words_of_the_rules(
 
 
 def test_the_answers_of_one_commit_are_those_of_several(tmp_path: Path) -> None:
-    one, several = BrainMem(tmp_path / "one", ask=Model()), BrainMem(tmp_path / "several", ask=Model())
+    one, several = brain(tmp_path / "one", ask=Model()), brain(tmp_path / "several", ask=Model())
     one.commit([[trace(1)], [trace(4)], [trace(7)]])
     for n in (1, 4, 7):
         several.commit([[trace(n)]])
@@ -127,20 +132,20 @@ def test_answers_that_can_be_read_are(answer: str) -> None:
     ],
 )
 def test_others_are_asked_for_once_more_and_then_the_rules_speak(answer: str, tmp_path: Path) -> None:
-    model, by_rule = Model(experience=answer, reflection="", guideline=""), BrainMem(tmp_path / "rules")
-    memory = BrainMem(tmp_path / "model", ask=model)
+    model, by_rule = Model(experience=answer, reflection="", guideline=""), brain(tmp_path / "rules")
+    memory = brain(tmp_path / "model", ask=model)
     memory.commit([[trace(1)], [trace(4)]])
     by_rule.commit([[trace(1)], [trace(4)]])
     assert model.asked.count("experience") == 4 and prompt(memory) == prompt(by_rule)
     assert memory.failures == {"experience": 4, "guideline": len(memory.knowledge.guidelines)}
-    good = BrainMem(tmp_path / "good", ask=Model(experience=[answer, json.dumps(SAID)]))
+    good = brain(tmp_path / "good", ask=Model(experience=[answer, json.dumps(SAID)]))
     good.commit([[trace(1)]])
     assert good.failures == {"experience": 1} and good.knowledge.experiences[0].recommendations == ("go slowly",)
 
 
 def test_hostile_answers_add_no_line_to_a_prompt(tmp_path: Path) -> None:
     evil = json.dumps({name: [f"## {HOSTILE}" * 40] for name in agent.LISTS})
-    memory = BrainMem(tmp_path / "evil", ask=Model(experience=evil, reflection=HOSTILE, guideline=HOSTILE))
+    memory = brain(tmp_path / "evil", ask=Model(experience=evil, reflection=HOSTILE, guideline=HOSTILE))
     memory.commit([[trace(1)], [trace(4)]])
     lines = prompt(memory).splitlines()
     heads = [line for line in lines if line.rstrip(":") in ("Valuable Guidelines", "Working Memory", "memory")]
@@ -149,13 +154,13 @@ def test_hostile_answers_add_no_line_to_a_prompt(tmp_path: Path) -> None:
 
 
 def test_a_retry_is_told_what_the_model_says_of_the_last_attempt(tmp_path: Path) -> None:
-    memory = BrainMem(tmp_path, ask=Model(reflection="Open it first."))
+    memory = brain(tmp_path, ask=Model(reflection="Open it first."))
     session = memory.again(Query(task(1)), Recall(), [trace(1, success=False)])
     assert session is not None
     text = "\n".join(entry.text for entry in session.recall("You are in the middle of a room.").entries)
     assert "The last attempt failed: Open it first." in text
     assert memory.again(Query(task(1)), Recall(), [trace(1, success=False)] * 3) is None
-    off = BrainMem(tmp_path, BrainMemSettings.model_validate({"evolve": {"enabled": False}}))
+    off = brain(tmp_path, settings=BrainMemSettings.model_validate({"evolve": {"enabled": False}}))
     assert off.again(Query(task(1)), Recall(), [trace(1, success=False)]) is None
 
 
@@ -163,7 +168,7 @@ def test_a_model_that_is_gone_leaves_the_journal_as_it_was(tmp_path: Path) -> No
     def gone(*_: Any) -> str:
         raise EndpointStop("the budget is spent")
 
-    memory = BrainMem(tmp_path, ask=Model())
+    memory = brain(tmp_path, ask=Model())
     memory.commit([[trace(1)]])
     before = prompt(memory)
     memory._ask = gone
@@ -174,7 +179,7 @@ def test_a_model_that_is_gone_leaves_the_journal_as_it_was(tmp_path: Path) -> No
 
 def test_what_an_endpoint_cannot_answer_is_asked_once(tmp_path: Path) -> None:
     model = Model(experience=None)
-    memory = BrainMem(tmp_path, ask=model)
+    memory = brain(tmp_path, ask=model)
     memory.commit([[trace(1)]])
     assert model.asked == ["reflection", "experience"] and memory.failures == {"experience": 1}
 
@@ -184,7 +189,7 @@ def test_settings_name_the_endpoint_and_it_is_paid_once(tmp_path: Path) -> None:
         api = server.config().model_dump()
         for name in ("one", "one"):
             config = MemoryConfig.model_validate({"system": "brainmem", "api": api, "settings": {}})
-            memory = open_memory(config, tmp_path / name)
+            memory = open_memory(config, tmp_path / name, "household")
             memory.commit([[trace(1)]])
             (tmp_path / name / "journal.jsonl").rename(tmp_path / "gone")  # as if it had been killed before the commit
         answered = server.served["answer"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from envs.base import Task
+from envs.household.command_reader import HouseholdReader
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, first_sights, similarity, topic_of, walk
 from memory.protocol import Record, Trace
 
+READER = HouseholdReader()
 HEAT = "heat"
 FIRST = "You are in the middle of a room. Looking quickly around you, you see a desk 1, and a shelf 1."
 ARRIVED = "You arrive at shelf 1. On the shelf 1, you see a mug 1, and a pen 2."
@@ -29,9 +31,9 @@ TWO = (("go to shelf 1", ARRIVED), ("take mug 1 from shelf 1", TAKEN))
 
 
 def learned(*traces: Trace) -> TrajectoryGraph:
-    graph = TrajectoryGraph()
+    graph = TrajectoryGraph(READER)
     for each in traces:
-        graph.learn(each, topic_of(each.task, each.first))
+        graph.learn(each, topic_of(each.task, READER, each.first))
     return graph
 
 
@@ -48,7 +50,7 @@ def test_a_refused_action_is_tagged_and_told_to_the_next_attempt_at_this_task_al
     graph = learned(refused)
     [transition] = graph.transitions.values()
     assert transition.lost.total() == 1 and transition.before == transition.after and not transition.n_success
-    [(state, _, _, ok)] = walk(refused)
+    [(state, _, _, ok)] = walk(refused, READER)
     assert not ok and graph.failed(state, "t1") == ["take pen 2 from desk 1"] and graph.failed(state, "t2") == []
     assert graph.failed(("FloorPlan1", "elsewhere"), "t1") == []
 
@@ -71,12 +73,12 @@ def test_similarity_and_patterns_of_the_room() -> None:
 def test_what_is_where_is_what_was_seen_first() -> None:
     put = ("move mug 1 to desk 1", "You move the mug 1 to the desk 1.")
     back = ("go to desk 1", "You arrive at desk 1. On the desk 1, you see a book 1, and a mug 1.")
-    sights = first_sights([trace(*TWO, put, back)])
+    sights = first_sights([trace(*TWO, put, back)], READER)
     assert sights == {"shelf 1": ("mug 1", "pen 2"), "desk 1": ("book 1",)}  # the mug was brought there
 
 
 def test_counts_are_of_visits() -> None:
-    graph = SpatialGraph()
+    graph = SpatialGraph(READER)
     empty = ("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a pen 2.")
     for episode, each in enumerate((trace(TWO[0]), trace(empty), trace(TWO[0]), trace(("go to desk 1", "x")))):
         graph.learn([each], episode)

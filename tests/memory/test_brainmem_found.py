@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from envs.base import Task
+from envs.household.command_reader import HouseholdReader
 from memory.brainmem.episodic import HINTS, RECALLED, Relation, Topic, TrajectoryGraph, similarity
 from memory.brainmem.semantic import AGREE, Experience, Experiences
 from memory.protocol import Record, Trace
@@ -27,7 +28,7 @@ def trace(rng: random.Random, room: str) -> Trace:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_patterns_and_hints(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, graph, succeeded = random.Random(seed), TrajectoryGraph(), list[bool]()
+    rng, graph, succeeded = random.Random(seed), TrajectoryGraph(HouseholdReader()), list[bool]()
     for _ in range(60):
         graph.learn(played := trace(rng, (about := topic(rng)).room), about)
         succeeded.append(played.success)

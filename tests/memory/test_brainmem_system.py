@@ -16,14 +16,14 @@ from envs.household.environment import HouseholdEnvironment
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.system import BrainMem
 from memory.protocol import MemorySystem, Query, Recall, Record, Trace
-from tests.memory.test_brainmem_episodic import ARRIVED, FIRST, HEAT, TAKEN, TWO, trace
+from tests.memory.test_brainmem_episodic import ARRIVED, FIRST, HEAT, READER, TAKEN, TWO, trace
 
 HEATED = ("heat mug 1 with microwave 1", "You heat the mug 1 using the microwave 1.")
 TASK = Task("new", "put a hot mug in desk", "FloorPlan1", "train", HEAT)
 
 
 def taught(path: Path, *traces: Trace, **settings) -> BrainMem:
-    memory = BrainMem(path, BrainMemSettings.model_validate(settings))
+    memory = BrainMem(path, BrainMemSettings.model_validate(settings), reader=READER)
     memory.commit([[each] for each in traces])
     return memory
 
@@ -131,7 +131,7 @@ def test_versions_twice_and_again_elsewhere_give_the_same_bytes(tmp_path: Path) 
     assert told(memory) != before and told(memory.at(version)) == before == told(
         taught(tmp_path / "two", *EPISODES[:2])
     )
-    other = BrainMem(tmp_path / "three")
+    other = BrainMem(tmp_path / "three", reader=READER)
     other.merge_from(memory)
     assert told(other) == told(memory) and other.origins() == memory.origins()
     assert {entry.id for entry in other} == {entry.id for entry in memory}

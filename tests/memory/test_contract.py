@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from envs.base import FloorPlan, Task, TaskSequence
+from envs.household.command_reader import HouseholdReader
 from memory import registry
 from memory.budgeted import BudgetedMemory
 from memory.entry import MemoryEntry
@@ -29,7 +30,7 @@ Open = Callable[[str], MemorySystem]
 
 def opened(system: str, path: Path) -> MemorySystem:
     spec = registry.find(system)
-    return spec.open(path, spec.settings(), MemoryTools())
+    return spec.open(path, spec.settings(), MemoryTools(reader=HouseholdReader()))
 
 
 @pytest.fixture(params=SYSTEMS)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from envs.base import FloorPlan, Task, TaskSequence
+from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Engine
 from envs.household.environment import EngineEnvironment, HouseholdEnvironment
 from envs.household.world import Game, State
@@ -24,6 +25,8 @@ from memory.karma.units import HAND, ObjectUnit, ShortTerm, read_states, read_un
 from memory.protocol import Query, Record, SupportsWorldSessions, Trace, open_world_session
 from memory.registry import MemoryTools
 
+READER = HouseholdReader()
+TOOLS = MemoryTools(reader=READER)
 FEW = {"simple": 1, "composite": 1, "complex": 1}
 HOMES = {"images": False, "fixed_objects": 20, "visual_share": 0.0, "scenes": {"test": 4}, "sequences": FEW}
 TASK = Task("t", "put a clean apple in fridge", "home 1", "test", "put")
@@ -43,7 +46,7 @@ def put(thing: str, place: str) -> Record:
 
 
 def short(records: list[Record], named: str = "", **settings: object) -> ShortTerm:
-    memory = ShortTerm(KarmaSettings.model_validate(settings))
+    memory = ShortTerm(KarmaSettings.model_validate(settings), READER)
     for record in records:
         memory.observe(record, "t", frozenset(named.split()))
     return memory
@@ -115,7 +118,7 @@ def test_a_unit_that_a_view_contradicts_is_dropped_unless_nothing_feeds_back() -
 
 
 def test_refused_actions_tell_nothing() -> None:
-    memory = ShortTerm(KarmaSettings())
+    memory = ShortTerm(KarmaSettings(), READER)
     memory.observe(
         Record(0, "", "take mug 1 from shelf 1", "You pick up the mug 1 from the shelf 1.", True), "t", frozenset()
     )
@@ -145,7 +148,7 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
         asked.append(messages[1]["content"])
         return "apple 1: dirty"
 
-    home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask))
+    home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask), READER)
     life = KarmaWorldSession(home)
     session = life.session(Query(TASK))
     session.recall("")
@@ -164,7 +167,7 @@ def test_a_model_that_sees_is_shown_the_views_of_the_task() -> None:
         return "apple 1: sliced"
 
     for part, shown in ((lambda part: {"part": part}, True), (None, False)):
-        home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask, message_part=part))
+        home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask, message_part=part), READER)
         life = KarmaWorldSession(home)
         session = life.session(Query(TASK))
         session.recall("")
@@ -213,7 +216,7 @@ def home_sequences() -> Iterator[TaskSequence]:
 def test_every_place_of_a_home_is_in_one_area_and_long_term_memory_never_changes() -> None:
     env = HouseholdEnvironment(**HOMES)
     for sequence in env.sequences("test"):
-        life = Karma("nowhere").life(sequence)
+        life = Karma("nowhere", tools=TOOLS).life(sequence)
         texts, graph = set(), life.home.graph
         assert len(graph.areas) > 4
         for number, task in enumerate(sequence.tasks):
@@ -234,7 +237,7 @@ def test_every_place_of_a_home_is_in_one_area_and_long_term_memory_never_changes
 
 def test_short_term_memory_lasts_from_task_to_task_of_one_world_and_no_longer() -> None:
     [sequence, *_] = home_sequences()
-    memory = Karma("nowhere")
+    memory = Karma("nowhere", tools=TOOLS)
     assert isinstance(memory, SupportsWorldSessions)
     life = open_world_session(sequence, memory)
     session = life.session(Query(TASK))
@@ -253,7 +256,7 @@ def test_short_term_memory_lasts_from_task_to_task_of_one_world_and_no_longer() 
 
 def test_a_recall_counts_as_one_use_however_often_a_task_asks() -> None:
     [sequence, *_] = home_sequences()
-    life = Karma("nowhere").life(sequence)
+    life = Karma("nowhere", tools=TOOLS).life(sequence)
     session = life.session(Query(TASK))
     session.observe(put("apple 1", "desk 1"))
     counts = life.home.short.units.frequencies  # type: ignore[attr-defined]
@@ -268,14 +271,14 @@ def test_each_memory_can_be_left_out() -> None:
         ({"long": False}, ["karma/short"]),
         ({"short": False}, ["karma/long"]),
     ):
-        life = Karma("nowhere", KarmaSettings.model_validate(settings)).life(sequence)
+        life = Karma("nowhere", KarmaSettings.model_validate(settings), tools=TOOLS).life(sequence)
         session = life.session(Query(TASK))
         session.observe(put("apple 1", "desk 1"))
         assert [e.provenance.source for e in life.session(Query(TASK)).recall("").entries] == sources
 
 
 def test_episodes_that_start_afresh_teach_where_things_lie_at_first(tmp_path: Path) -> None:
-    memory = Karma(tmp_path)
+    memory = Karma(tmp_path, tools=TOOLS)
     treated = step("", "You clean the mug 1 using the sinkbasin 1.")
     records = (took("mug 1", "shelf 2"), treated, put("mug 1", "desk 1"))
     task = Task("one", "put a clean mug in desk", "home 1", "train", "put")
@@ -334,7 +337,7 @@ def test_units_agree_with_the_engine_in_random_walks_of_10_000_steps(policy: str
     compared = 0
     for number, sequence in enumerate(env.sequences("test")[:2]):
         env.reset(sequence.tasks[0])
-        memory = ShortTerm(KarmaSettings.model_validate({"policy": policy, "write": write}))
+        memory = ShortTerm(KarmaSettings.model_validate({"policy": policy, "write": write}), READER)
         compared += walk(env.game, env.state, memory, 5_000, random.Random(number))
     assert compared > 40_000
 
@@ -350,7 +353,7 @@ def test_units_agree_with_the_engine_in_real_games(shared_data: Path) -> None:
         if any(len(env.game.places(n, env.state)) > 1 for n in range(len(env.game.items))):
             continue
         walked += 1
-        walk(env.game, env.state, ShortTerm(KarmaSettings(write="all_seen")), 2_000, random.Random(walked))
+        walk(env.game, env.state, ShortTerm(KarmaSettings(write="all_seen"), READER), 2_000, random.Random(walked))
         if walked == 5:
             return
     pytest.fail("no five games whose things each start in one place")
@@ -365,7 +368,7 @@ def test_memory_needs_no_more_than_what_a_worker_says() -> None:
         closing(pool.lease()) as lease,
     ):
         assert not hasattr(lease, "state") and lease.sequences("test")[0] == sequence
-        life, memory = Karma("nowhere").life(sequence), SceneGraph()
+        life, memory = Karma("nowhere", tools=TOOLS).life(sequence), SceneGraph()
         for number, task in enumerate(sequence.tasks):
             ours, theirs = (e.proceed(task) if number else e.reset(task) for e in (env, lease))
             assert ours.text == theirs.text

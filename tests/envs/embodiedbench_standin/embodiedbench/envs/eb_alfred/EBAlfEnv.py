@@ -1,4 +1,7 @@
-"""EB-ALFRED's call surface. The toy world: walk to an object, pick it up, walk to a place, put it down."""
+"""EB-ALFRED's call surface. The toy world: walk to an object, pick it up, walk to a place, put it down.
+
+`at`, `held` and `where` (thing -> place; "" for the floor) are its true state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,18 @@ SKILLS = [
     "pick up the ButterKnife",
     "put down the object in hand",
     "open the Fridge",
+    "find a Spoon",
+    "find a Cabinet",
+    "find a Faucet",
+    "pick up the Spoon",
+    "drop the object in hand",
+    "open the Cabinet",
+    "close the Cabinet",
+    "turn on the Faucet",
+    "turn off the Faucet",
 ]
+START = {"Mug": "DiningTable", "ButterKnife": "DiningTable", "Spoon": "Cabinet"}
+PLACES = ("Shelf", "Shelf_2", "DiningTable", "Cabinet")
 
 
 class EBAlfEnv:
@@ -52,6 +66,7 @@ class EBAlfEnv:
         _, self.wanted, _, self.target, _ = entry["task"].split("/")[0].split("-")
         self.episode_language_instruction = entry["instruction"]
         self.at, self.held, self.placed = "", "", False
+        self.where, self.open, self.on, self.failed_puts = dict(START), False, False, {}
         self._current_step = self._cur_invalid_actions = 0
         self._current_episode_num += 1
         self._reset = True
@@ -95,17 +110,40 @@ class EBAlfEnv:
         if skill.startswith("find"):
             self.at = name
         elif skill.startswith("pick up"):
-            if self.held or self.at != name:
+            if self.where.get(name) == "Cabinet" and not self.open:
+                return f"{name} is not visible because it is in Cabinet. Go there to pick the object instead."
+            if self.held or self.at not in (name, self.where[name]):
                 return "Robot is already holding something or is not near the object."
             self.held = name
-        elif skill.startswith("put down"):
-            if not self.held:
-                return "Robot is not holding any object."
-            self.placed = self.held == self.wanted and self.at == self.target
-            self.held = ""
+            del self.where[name]
+        elif skill.startswith(("put down", "drop")):
+            return self._put(drop=skill.startswith("drop"))
+        elif name == "Cabinet":
+            if self.open == skill.startswith("open"):
+                return "Open action failed." if self.open else "Close action failed."
+            self.open = not self.open
+        elif name == "Faucet":
+            if self.on == skill.startswith("turn on"):
+                return "Turn on action failed" if self.on else "Turn off action failed"
+            self.on = not self.on
         else:
             return "Object cannot be opened."
         return ""
+
+    def _put(self, drop):
+        """Put what is held at what was found last; after three failures at a place, it falls to the floor."""
+        if not self.held:
+            return "Robot is not holding any object."
+        place, message = "" if drop else self.at, ""
+        if not drop and (self.at not in PLACES or (self.at == "Cabinet" and not self.open)):
+            self.failed_puts[self.at] = self.failed_puts.get(self.at, 0) + 1
+            message = f"Putting the object on {self.at} failed. First check whether the receptacle is open or not"
+            if self.failed_puts[self.at] < 3:
+                return message
+            place, message = "", f"{message}. The robot dropped the object instead."
+        self.placed = self.held == self.wanted and place == self.target
+        self.where[self.held], self.held = place, ""
+        return message
 
     def _frame(self):
         frame = np.zeros((self.resolution, self.resolution, 3), dtype=np.uint8)

@@ -1,4 +1,7 @@
-"""EB-Habitat's call surface, with its wrappers, its shuffled episodes and skills that must be given by number."""
+"""EB-Habitat's call surface, with its wrappers, its shuffled episodes and skills that must be given by number.
+
+`at`, `held` and `where` (thing -> place) are the true state of its toy world.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,19 @@ ValidEvalSets = [
     "visual_appearance",
     "long_horizon",
 ]
-SKILLS = ["navigate to the table 1", "navigate to the sofa", "pick up the ball", "place at the sofa"]
+FRIDGE = "refrigerator"
+SKILLS = [
+    "navigate to the table 1",
+    "navigate to the sofa",
+    "pick up the ball",
+    "place at the sofa",
+    "navigate to the refrigerator push point",
+    "pick up the toy airplane",
+    "place at the table 1",
+    "place at the refrigerator push point",
+    "open the refrigerator",
+    "close the refrigerator",
+]
 
 
 class Core:
@@ -67,25 +82,26 @@ class EBHabEnv:
         assert self.episode_data is self.core.current_episode
         self._current_step = self._cur_invalid_actions = 0
         self._current_episode_num += 1
-        self._reset, self.at, self.holding, self.done = True, "", False, False
+        self._reset, self.at, self.held, self.done = True, "", "", False
+        self.where, self.open = {"ball": "table 1", "toy airplane": FRIDGE}, False
         return self._see()
 
     def step(self, action, reasoning="", **kwargs):
         assert self._reset, "Reset env before stepping"
         self._current_step += 1
         skill = self.language_skill_set[action]
-        valid = self._act(skill)
+        valid, told = self._act(skill)
         self._cur_invalid_actions += not valid
         over = self._current_step >= self._max_episode_steps or self._cur_invalid_actions >= self._max_invalid_actions
         info = {
             "was_prev_action_invalid": not valid,
-            "env_feedback": "Last action executed successfully." if valid else "Last action is invalid.",
+            "env_feedback": f"Last action executed successfully{told}." if valid else "Last action is invalid.",
             "env_step": self._current_step,
             "action_id": action,
             "action_description": skill,
             "last_action_success": float(valid),
             "task_success": self.done,
-            "task_progress": 1.0 if self.done else 0.5 * self.holding,
+            "task_progress": 1.0 if self.done else 0.5 * (self.held == "ball"),
             "subgoal_reward": 0.0,
         }
         return self._see(), 0.0, bool(over or self.done), info
@@ -94,16 +110,30 @@ class EBHabEnv:
         self.closed = True
 
     def _act(self, skill):
-        if skill.startswith("navigate"):
-            self.at = skill.split(" the ")[1]
-            return True
-        if skill.startswith("pick"):
-            moved = self.at == "table 1" and not self.holding
-            self.holding = self.holding or moved
-        else:
-            moved = self.holding and self.at == "sofa"
-            self.done = self.done or moved
-        return moved
+        """Return whether it worked, and what the feedback adds."""
+        verb, name = skill.split(" the ")
+        name = name.replace(" push point", "")
+        reached = name == self.at and (name != FRIDGE or self.open)
+        if verb == "navigate to":
+            self.at = name
+            return True, ""
+        if verb == "pick up":
+            place = self.where.get(name)
+            if self.held or place != self.at or (place == FRIDGE and not self.open):
+                return False, ""
+            self.held = name
+            del self.where[name]
+            return True, f" and you are holding {name}"
+        if verb == "place at":
+            if not self.held or not reached:
+                return False, ""
+            self.done = self.done or (self.held == "ball" and name == "sofa")
+            self.where[self.held], self.held = name, ""
+            return True, " and you are holding nothing"
+        if name != self.at or self.open == (verb == "open"):
+            return False, ""
+        self.open = not self.open
+        return True, f" and now refrigerator is {'open' if self.open else 'closed'}"
 
     def _see(self):
         """Floats, one channel: the real sensors' arrays are not always bytes."""
