@@ -92,7 +92,7 @@ class FrozenExecutor(TokenExecutor):
             return [(ids, None) for ids in self._generate(prompts)]
         held = self._held(admissible)
         walks = [held.get(i) or FreeWalk(self.end_id, self.max_new_tokens) for i in range(len(prompts))]
-        if self.backbone.attends_fully:
+        if self.backbone.attends_fully and not all(walk.done for walk in walks):
             return self._follow(prompts, walks)
         follow(walks, lambda rows: self._choose(self._reread(prompts, walks, rows), [walks[i] for i in rows]))
         return [(list(walk.path), None) for walk in walks]
@@ -161,7 +161,8 @@ class FrozenExecutor(TokenExecutor):
         return [self.prefixes.find(self.backbone, prompt).tokens for prompt in prompts]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Score all candidates in one forward pass, exactly, and differentiably in the prompts' soft tokens.
+        """Score all candidates exactly, and differentiably in the prompts' soft tokens, in one forward pass (in two with a
+        prefix cache, which is passed by where gradients are recorded).
 
         The candidates of a prompt share prefixes ("go to ..."). They form a tree behind the prompt, and a tree
         attention mask lets each node attend to the prompt and its ancestors only. A candidate's last token is
@@ -192,10 +193,8 @@ class FrozenExecutor(TokenExecutor):
             embeddings=self.embed(batch.tokens, rows),
             mask=self._bias(to_device(mask, batch.tokens.device)),
         )
-        ends = [len(prompt.ids) for prompt in prompts]
-        return [
-            hidden[i, end - 1 : end + len(tree.tokens)] for i, (end, tree) in enumerate(zip(ends, trees, strict=True))
-        ]
+        rows = zip(hidden, prompts, trees, strict=True)
+        return [row[len(prompt.ids) - 1 : len(prompt.ids) + len(tree.tokens)] for row, prompt, tree in rows]
 
     def _cached_tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
         """Read what is new of the prompts, then their trees: states as in `_tree_states`."""
@@ -214,11 +213,9 @@ class FrozenExecutor(TokenExecutor):
         return [hidden[i, : 1 + len(tree.tokens)] for i, tree in enumerate(trees)]
 
     def _bias(self, mask: Tensor) -> Tensor:
-        """Turn a mask (B, Q, K), True where a position attends, into what is added to attention logits."""
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)[
-            :, None
-        ]
+        """Turn a mask (B, Q, K), True where a position attends, into what is added to attention logits (B, 1, Q, K)."""
+        none = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        return none.masked_fill(~mask, torch.finfo(none.dtype).min).unsqueeze(1)
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score `batch_size` candidates per forward pass."""
