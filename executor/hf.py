@@ -18,7 +18,7 @@ from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
-from lm.prefixes import PrefixCache, read_prompts
+from lm.prefixes import PrefixCache, PromptReading, read_prompts
 from lm.prompt import Prompt
 from lm.vision import parameter_names
 from soft_mem.projector import check_places, inject
@@ -81,7 +81,6 @@ class FrozenExecutor(TokenExecutor):
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         actions: list[Action] = []
         for i in range(0, len(requests), self.batch_size):
-            self.prefixes.of_weights(None)  # frozen
             actions += super().act(requests[i : i + self.batch_size])
         return actions
 
@@ -116,7 +115,7 @@ class FrozenExecutor(TokenExecutor):
 
     def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[tuple[list[int], int | None]]:
         """Decode with a KV cache, to which each pass adds the tokens since the last one."""
-        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        reading = self._read(prompts)
         last, read = reading.hidden[:, -1], [0] * len(walks)
 
         def choose(rows: list[int]) -> list[int]:
@@ -133,6 +132,10 @@ class FrozenExecutor(TokenExecutor):
         follow(walks, choose)
         cached = reading.cached if self.prefixes.budget else [None] * len(walks)
         return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
+
+    def _read(self, prompts: Sequence[Prompt]) -> PromptReading:
+        """Read what is new of the prompts."""
+        return read_prompts(self.backbone, prompts, self.prefixes.of_weights("frozen"), embed=self.embed)
 
     def _reread(self, prompts: Sequence[Prompt], walks: Sequence[Walk], rows: Sequence[int]) -> Tensor:
         """Read prompts and paths as a whole: states (b, d) at their ends. Recurrent states allow no padding between."""
@@ -161,9 +164,9 @@ class FrozenExecutor(TokenExecutor):
         return [self.prefixes.find(self.backbone, prompt).tokens for prompt in prompts]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Score all candidates exactly, and differentiably in the prompts' soft tokens, in one forward pass (in two with a
-        prefix cache, which is passed by where gradients are recorded).
+        """Score all candidates in one forward pass, exactly, and differentiably in the prompts' soft tokens.
 
+        With a prefix cache there is a pass for prompts and one for candidates, except where gradients are recorded.
         The candidates of a prompt share prefixes ("go to ..."). They form a tree behind the prompt, and a tree
         attention mask lets each node attend to the prompt and its ancestors only. A candidate's last token is
         predicted, not read. In models without full attention (`Backbone.attends_fully`), each candidate is a row.
@@ -198,7 +201,7 @@ class FrozenExecutor(TokenExecutor):
 
     def _cached_tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
         """Read what is new of the prompts, then their trees: states as in `_tree_states`."""
-        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        reading = self._read(prompts)
         width = max(len(tree.tokens) for tree in trees)
         if not width:
             return list(reading.hidden)

@@ -77,7 +77,6 @@ def test_likelihoods_are_the_same(soft: bool) -> None:
     cached, plain = executor("choice", 64), executor("choice", 0)
     growing = Growing(cached)
     for t in range(4):
-        cached.prefixes.of_weights(None)
         asked = [growing.request(e, t + e) for e in range(3)]
         prompts = [growing.prompts[id(one)] for one in asked]
         if not soft:
