@@ -18,7 +18,7 @@ from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
-from lm.prefixes import PrefixCache, read_prompts
+from lm.prefixes import PrefixCache, PromptReading, read_prompts
 from lm.prompt import Prompt
 from lm.vision import parameter_names
 from soft_mem.projector import check_places, inject
@@ -81,7 +81,6 @@ class FrozenExecutor(TokenExecutor):
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         actions: list[Action] = []
         for i in range(0, len(requests), self.batch_size):
-            self.prefixes.of_weights(None)  # frozen
             actions += super().act(requests[i : i + self.batch_size])
         return actions
 
@@ -92,7 +91,7 @@ class FrozenExecutor(TokenExecutor):
             return [(ids, None) for ids in self._generate(prompts)]
         held = self._held(admissible)
         walks = [held.get(i) or FreeWalk(self.end_id, self.max_new_tokens) for i in range(len(prompts))]
-        if self.backbone.attends_fully:
+        if self.backbone.attends_fully and not all(walk.done for walk in walks):
             return self._follow(prompts, walks)
         follow(walks, lambda rows: self._choose(self._reread(prompts, walks, rows), [walks[i] for i in rows]))
         return [(list(walk.path), None) for walk in walks]
@@ -116,7 +115,7 @@ class FrozenExecutor(TokenExecutor):
 
     def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[tuple[list[int], int | None]]:
         """Decode with a KV cache, to which each pass adds the tokens since the last one."""
-        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        reading = self._read(prompts)
         last, read = reading.hidden[:, -1], [0] * len(walks)
 
         def choose(rows: list[int]) -> list[int]:
@@ -133,6 +132,10 @@ class FrozenExecutor(TokenExecutor):
         follow(walks, choose)
         cached = reading.cached if self.prefixes.budget else [None] * len(walks)
         return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
+
+    def _read(self, prompts: Sequence[Prompt]) -> PromptReading:
+        """Read what is new of the prompts."""
+        return read_prompts(self.backbone, prompts, self.prefixes.of_weights("frozen"), embed=self.embed)
 
     def _reread(self, prompts: Sequence[Prompt], walks: Sequence[Walk], rows: Sequence[int]) -> Tensor:
         """Read prompts and paths as a whole: states (b, d) at their ends. Recurrent states allow no padding between."""
@@ -163,6 +166,7 @@ class FrozenExecutor(TokenExecutor):
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score all candidates in one forward pass, exactly, and differentiably in the prompts' soft tokens.
 
+        With a prefix cache there is a pass for prompts and one for candidates, except where gradients are recorded.
         The candidates of a prompt share prefixes ("go to ..."). They form a tree behind the prompt, and a tree
         attention mask lets each node attend to the prompt and its ancestors only. A candidate's last token is
         predicted, not read. In models without full attention (`Backbone.attends_fully`), each candidate is a row.
@@ -192,14 +196,12 @@ class FrozenExecutor(TokenExecutor):
             embeddings=self.embed(batch.tokens, rows),
             mask=self._bias(to_device(mask, batch.tokens.device)),
         )
-        ends = [len(prompt.ids) for prompt in prompts]
-        return [
-            hidden[i, end - 1 : end + len(tree.tokens)] for i, (end, tree) in enumerate(zip(ends, trees, strict=True))
-        ]
+        rows = zip(hidden, prompts, trees, strict=True)
+        return [row[len(prompt.ids) - 1 : len(prompt.ids) + len(tree.tokens)] for row, prompt, tree in rows]
 
     def _cached_tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
         """Read what is new of the prompts, then their trees: states as in `_tree_states`."""
-        reading = read_prompts(self.backbone, prompts, self.prefixes, embed=self.embed)
+        reading = self._read(prompts)
         width = max(len(tree.tokens) for tree in trees)
         if not width:
             return list(reading.hidden)
@@ -214,11 +216,9 @@ class FrozenExecutor(TokenExecutor):
         return [hidden[i, : 1 + len(tree.tokens)] for i, tree in enumerate(trees)]
 
     def _bias(self, mask: Tensor) -> Tensor:
-        """Turn a mask (B, Q, K), True where a position attends, into what is added to attention logits."""
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)[
-            :, None
-        ]
+        """Turn a mask (B, Q, K), True where a position attends, into what is added to attention logits (B, 1, Q, K)."""
+        none = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        return none.masked_fill(~mask, torch.finfo(none.dtype).min).unsqueeze(1)
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score `batch_size` candidates per forward pass."""

@@ -109,7 +109,7 @@ class VllmExecutor(TokenExecutor):
         decoded = iter([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
         cached = self._follow(prompts, walks)
         rows = range(len(prompts))
-        return [(list(walks[i].path), cached.get(i, 0)) if i in walks else next(decoded) for i in rows]
+        return [(list(walks[i].path), cached.get(i)) if i in walks else next(decoded) for i in rows]
 
     def _follow(self, prompts: Sequence[Prompt], walks: dict[int, CommandWalk]) -> dict[int, int]:
         """Ask for one token at each branch of the commands' trees, all prompts at a time; the prefix cache holds the

@@ -1,12 +1,15 @@
-"""Measure serving: the cost of a step by delivery, compile speed by optimisation, and the compiler service under load.
+"""Measure serving: the cost of a step by delivery, compile speed by optimisation, act speed by mode and cache, and the
+compiler service under load.
 
 memcompiler bench serving delivery --compiler DIR --executor DIR --lengths out/eval
 memcompiler bench serving compile --model MODEL
+memcompiler bench serving act --model MODEL
 memcompiler bench serving load --clients 1,8,64
 """
 
 import typer
 
+from benchmarks.serving.act_speed import measure_act_speed
 from benchmarks.serving.compile_speed import measure_compile_speed
 from benchmarks.serving.delivery import measure_delivery
 from benchmarks.serving.load import measure_load
@@ -14,4 +17,5 @@ from benchmarks.serving.load import measure_load
 app = typer.Typer(no_args_is_help=True, help="Measure serving.")
 app.command("delivery")(measure_delivery)
 app.command("compile")(measure_compile_speed)
+app.command("act")(measure_act_speed)
 app.command("load")(measure_load)

@@ -72,8 +72,7 @@ def test_only_branches_cost_a_pass_and_requests_without_commands_decode_freely()
         passes.append(batch.tokens.shape[1]) or hidden(batch, *rest, **more)
     )
     [only] = model.act([request(1, ["open cabinet 2"])])
-    assert only.action == "open cabinet 2" and len(passes) == 1
-    passes.clear()
+    assert only.action == "open cabinet 2" and not passes
     model.act([request(1, ["take mug 1 from shelf 1", "take mug 1 from shelf 2"])])
     assert len(passes) == 2 and passes[1] == len(model.action_ids("take mug 1 from shelf 1")) - 2
     model.backbone.hidden = hidden  # type: ignore[method-assign]
