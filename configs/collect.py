@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from configs.models import EndpointConfig, ExecutorConfig
@@ -60,7 +60,7 @@ class MemoryConfig(MemoryModels):
     system: str = DEFAULT
     """Memory system (`memory/registry.py`)."""
     settings: dict[str, Any] = Field(default={})
-    """Settings of the memory system."""
+    """Settings of the memory system; null: its defaults, whatever a file sets for another system."""
     bank: PathName | None = None
     """Folder of an existing memory; null: the expert fills one."""
     version: NonNegativeInt | None = None
@@ -86,6 +86,11 @@ class MemoryConfig(MemoryModels):
     experience_folder: PathName | None = None
     """Folder of the shared banks; null: `experience/` beside OUT."""
 
+    @field_validator("settings", mode="before")
+    @classmethod
+    def _default_settings(cls, value: Any) -> Any:
+        return {} if value is None else value
+
     @model_validator(mode="after")
     def _check_tokenizer(self) -> MemoryConfig:
         if self.tokens is not None and self.tokenizer is None:
@@ -99,7 +104,8 @@ class MemoryConfig(MemoryModels):
             schema.model_validate(self.settings)
         except ValidationError as error:  # the loader does not know this schema's keys
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_explain(e, schema)}" for e in error.errors())
-            raise ValueError(f"settings of memory system {self.system}: {wrong}") from None
+            drop = "; memory.settings=null drops those of a file" if "unknown key" in wrong else ""
+            raise ValueError(f"settings of memory system {self.system}: {wrong}{drop}") from None
         return self
 
 

@@ -30,7 +30,7 @@ from eval.metrics import ROLES, succeeded, usage
 from eval.rollouts import limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
-from memory.protocol import BankError, MemorySystem
+from memory.protocol import BankError, Isolation, MemorySystem
 from runtime.progress import progress
 
 FOLDER, QUARTERS = "memory", 4
@@ -63,7 +63,8 @@ class OnlineEvaluation:
         record: EpisodeRecord,
     ) -> None:
         self.tasks, self.delivery, self.record = tasks, delivery, record
-        self.k, self.isolation = find(delivery.name).entries(config.memory.k), config.memory.isolation
+        self.k = find(delivery.name).entries(config.memory.k)
+        self.isolation: Isolation = config.memory.isolation
         self.limits, self.size = limits_of(config), config.memory.round
         self.views: ViewSelection = view_selection(config)
         self._finished = set(record.played().get(delivery.name, ()))

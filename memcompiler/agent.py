@@ -90,7 +90,8 @@ class Agent:
             raise ValueError(f"delivery {delivery} is a control for evaluations: use `memcompiler eval`")
         self.memory = memory
         self._recalled_from = memory if spec.memory != "empty" else None
-        self._k, self._isolation = spec.entries(k), isolation
+        self._k = spec.entries(k)
+        self._isolation: Isolation = isolation
         self._limits = EpisodeLimits(seed=seed, min_confidence=min_confidence)
         self._delivery, self._executor = spec.create(compiler, seed, gate=gate), executor
         self._runner: EpisodeRunner | None = None

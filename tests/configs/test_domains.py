@@ -89,6 +89,11 @@ def test_a_limit_counts_from_one(schema: type[BaseModel], value: str) -> None:
         ),
         (["memory.system=s3mem", "memory.settings.tau_supp=0.5"], "tau_supp: unknown key; did you mean 'tau_sup'?"),
         (["memory.system=s3mem", "memory.settings.tau_sup=7"], "tau_sup: Input should be less than or equal to 1"),
+        (
+            ["memory.settings.text=raw", "memory.system=s3mem"],
+            "memory.settings=null drops those of a file",
+        ),
+        (["memory.settings.text=row"], "text: Input should be 'raw' or 'commands'"),
         (["env.worker=1"], "no setting worker; did you mean 'workers'?"),
     ],
 )
@@ -97,3 +102,11 @@ def test_unknown_keys_of_environments_and_memories_have_suggestions(overrides: l
     with pytest.raises(ConfigError) as caught:
         load_config(CollectConfig, None, [block, *overrides])
     assert said in str(caught.value)
+
+
+def test_another_memory_system_drops_the_settings_of_a_file() -> None:
+    config = load_config(EvalConfig, "eval/table5-efficiency")
+    assert config.memory.settings == {"text": "raw", "outcomes": "success"}
+    overrides = ["memory.system=brainmem", "memory.settings=null", "memory.settings.working.window=3"]
+    config = load_config(EvalConfig, "eval/table5-efficiency", overrides)
+    assert config.memory.settings == {"working": {"window": 3}}
