@@ -10,7 +10,7 @@ that is, it knows from the goal, the views of this episode and the possible comm
 - A thing is put into the place where this episode has put such a thing already, else into the first listed place of
   the goal's kind. A thing that the goal does not want goes back to where it was taken from.
 
-A treatment follows the plan, because appliances are listed in the first view. Where nothing of this is possible, because
+A treatment follows the plan, because appliances are listed in the first view. Where none of this is possible, because
 every place has been searched in vain, the plan decides.
 """
 
@@ -38,7 +38,7 @@ class _Seen:
     listed: tuple[str, ...]  # the same, as they are listed
     steps: int = 0
     at: str = ""  # where the agent is
-    body: AgentState = AgentState()
+    body: AgentState = field(default_factory=AgentState)
     searched: set[str] = field(default_factory=set)
     things: dict[str, str] = field(default_factory=dict)  # thing -> place where it was last in view, first seen first
     taken: dict[str, str] = field(default_factory=dict)  # thing -> place where it was taken from

@@ -89,7 +89,9 @@ class S3Mem:
     # retrieval --------------------------------------------------------------------------------------------------------
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        return [self._recall(query) for query in queries]
+        by_scene = sorted(range(len(queries)), key=lambda n: queries[n].task.scene)  # they share an index
+        recalled = {n: self._recall(queries[n]) for n in by_scene}
+        return [recalled[n] for n in range(len(queries))]
 
     def _recall(self, query: Query) -> Recall:
         index = self._index(query.task, query.isolation)
@@ -124,7 +126,8 @@ class S3Mem:
         """Return the cached index of a task's scope, without the units of its own episodes."""
         units = self.units
         scope = task.scene if any(unit.origin.scene == task.scene for unit in units) else ""
-        left_out = task.id if any(unit.origin.task_id == task.id for unit in units) else ""
+        covered = bool(scope) and isolation == "scene"  # the task's own episodes are of its scene
+        left_out = task.id if not covered and any(unit.origin.task_id == task.id for unit in units) else ""
         key = (scope, left_out, isolation)
         if key not in self._scopes:
             inside = (u for u in units if not scope or (u.origin.scene == scope) == (isolation == "task"))

@@ -20,14 +20,18 @@ from typer.testing import CliRunner
 from agent.expert import ExpertTeacher
 from compiler.language import parse
 from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY
-from data_gen.collect import success_filter
+from configs.run_folder import RunFolder
+from configs.training import GrpoConfig
+from data_gen.collect import expert_actor, plan_collection, play_collection, success_filter
 from data_gen.endpoint_teacher import LEVELS, WRITING
 from data_gen.rows import load_rows
 from envs.base import Environment, Task
 from envs.household.command_reader import HouseholdReader
 from envs.registry import Environments
+from eval.rollouts import specs_of
 from lm.answer_cache import EndpointStop
 from memcompiler.cli import app
 from memcompiler.collection import run_collect
@@ -38,6 +42,7 @@ from memory.trajectory import goal_with_scene
 from runtime.store import JsonLines
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
+from training.grpo import training_specs
 
 ROOT = Path(__file__).parents[2]
 
@@ -527,3 +532,28 @@ def test_who_acts_follows_from_who_knows_the_way_and_says_what_success_means(ask
 
 def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole) -> None:
     assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says nothing of the teacher")
+
+
+# -- homes that are left out ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.seconds
+def test_isolated_by_scene_collection_grpo_and_evaluation_recall_nothing_of_the_own_home(tmp_path: Path) -> None:
+    settings = {"env": {"name": "household", "scenes": {"train": 4}, "images": False}, "limit": 6}
+    given = {**settings, "memory": {"isolation": "scene", "experience_limit": 12}}
+    collection, training = CollectConfig.model_validate(given), GrpoConfig.model_validate(given)
+    evaluation = EvalConfig.model_validate({**given, "split": "train"})
+    with Environments(collection.env) as envs:
+        run = RunFolder.create(tmp_path / "collect", collection)
+        plan = plan_collection(collection, envs, run)
+        play_collection(plan, envs.lease, ExpertTeacher(reader=HouseholdReader()), expert_actor(collection))
+        grpo, about = training_specs(training, envs, RunFolder.create(tmp_path / "grpo", training), tmp_path / "grpo")
+        tasks = {task.id: task for task in plan.tasks}
+        found = specs_of(evaluation, plan.tasks, plan.bank, ["static_top1"])
+    assert about["memory_isolation"] == "scene"
+    recalled = {id: episode["memory_ids"] for id, episode in zip(tasks, records(tmp_path / "collect"), strict=True)}
+    assert [len(ids) for ids in recalled.values()] == [4] * 6
+    specs = [*grpo, *found[0], *found[1]]
+    pairs = [(tasks[spec.task.id], entry) for spec in specs for entry in spec.memory]
+    pairs += [(tasks[id], plan.bank[entry]) for id, ids in recalled.items() for entry in ids]
+    assert len(pairs) == 6 * (4 + 4 + 1 + 4) and not any(task.scene == e.provenance.scene for task, e in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from envs.household.environment import HouseholdEnvironment
 from envs.registry import Environments, find
 from memcompiler.cli import app
 from memory.bank import MemoryBank
+from memory.entry import MemoryEntry
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = {"name": "household", "scenes": {"train": 3, "test": 2}, "images": False}
@@ -168,17 +170,35 @@ def test_what_bears_on_an_entry_makes_another_bank(tmp_path: Path) -> None:
         return bank_of(EvalConfig.model_validate(given), "test", tmp_path / "run").path
 
     first = path()
-    same = [path(env={"workers": 0}), path(memory={"k": 1}), path(deliveries=("none",), seed=3, max_steps=2)]
+    same = [
+        path(env={"workers": 0}),
+        path(memory={"k": 1, "isolation": "scene"}),
+        path(deliveries=("none",), seed=3, max_steps=2),
+    ]
     others = [
         path(env={"seed": 1}),
         path(env={"images": True}),
         path(memory={"pictures": 0}),
         path(limit=1),
         path(memory={"experience_limit": 2}),
+        path(memory={"experience_actor": "explorer"}),
+        path(memory={"settings": {"text": "raw"}}),
         path(memory={"experience_folder": str(tmp_path / "mine")}),
     ]
-    assert set(same) == {first} and len({first, *others}) == 7
+    assert set(same) == {first} and len({first, *others}) == 9
     assert others[-1].is_relative_to(tmp_path / "mine") and others[-1].parent.name == first.parent.name
+
+
+def test_an_explorer_fills_a_bank_with_longer_episodes_and_their_rationales(tmp_path: Path) -> None:
+    def entries(actor: str) -> list[MemoryEntry]:
+        memory = {"experience_actor": actor, "settings": {"text": "raw", "outcomes": "success"}}
+        return bank_of(EvalConfig.model_validate({"env": HOMES, "memory": memory}), "test", tmp_path / actor).entries()
+
+    mine, experts = entries("explorer"), entries("expert")
+    assert {e.provenance.task_id for e in mine} == {e.provenance.task_id for e in experts}
+    assert all(e.provenance.success and re.search(r"\nbecause in .* was in .*$", e.text) for e in mine)
+    commands = [sum(len(e.provenance.actions) for e in of) for of in (mine, experts)]
+    assert commands[0] > 1.5 * commands[1] and sum(e.text.count("\n> ") for e in mine) == commands[0]
 
 
 @pytest.mark.alfworld
@@ -254,6 +274,19 @@ def test_an_environment_without_an_expert_says_what_to_do(tmp_path: Path) -> Non
     endpoint = ("teacher=endpoint", "api.model=m")
     assert "actor=executor" in refused("collect", "env=eb_alfred", "actor=expert", *endpoint, *out)
     assert not (tmp_path / "run" / "bank").exists()
+
+
+def test_an_explorer_and_isolation_by_scene_are_refused_where_they_would_do_nothing() -> None:
+    envs = science([Task("boil/0", "boil", "", "test", "boil")], [Task("boil/1", "boil", "", "train", "boil")])
+    for memory, said in (
+        ({"experience_actor": "explorer"}, "memory.experience_actor=explorer: the views of scienceworld do not list"),
+        ({"isolation": "scene"}, "memory.isolation=scene: tasks of scienceworld have no scene"),
+    ):
+        config = EvalConfig.model_validate({"env": {"name": "scienceworld"}, "memory": memory})
+        with pytest.raises(ConfigError, match=said):
+            select_tasks(config, envs, "agentsquare")
+    with pytest.raises(ConfigError, match=r"memory\.protocol living"):
+        load_config(EvalConfig, None, ["memory.protocol=living", "memory.isolation=scene"])
 
 
 def test_games_without_train_say_what_to_do(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from envs.registry import Environments
 from memcompiler.data import run_leakage
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from memory.protocol import Isolation
 
 
 def listed(benchmark: str, split: str, *isolations: dict[str, tuple[str, ...]]) -> Manifest:
@@ -232,14 +233,15 @@ def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
     assert not (tmp_path / "sft").exists()
 
 
-def evaluated(tmp_path: Path, tasks: list[Task], **compiler: str) -> dict:
+def evaluated(tmp_path: Path, tasks: list[Task], isolation: Isolation = "task", **compiler: str) -> dict:
     from data_gen.tasks import episode_specs
 
     bank = MemoryBank(tmp_path / "bank")
     bank.write([entry("own", tasks[0].id), entry("other", "elsewhere", "train")])
-    config = EvalConfig.model_validate({"env": "alfworld", "compiler": compiler})
+    memory = {"isolation": isolation}
+    config = EvalConfig.model_validate({"env": "alfworld", "compiler": compiler, "memory": memory})
     run = RunFolder.create(tmp_path / "eval", config, on_exists="overwrite")
-    return leakage.record_evaluation(run, config, episode_specs(tasks, bank, 4), bank)
+    return leakage.record_evaluation(run, config, episode_specs(tasks, bank, 4, isolation), bank)
 
 
 def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):
@@ -252,9 +254,14 @@ def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):
         "by_split": {"test": 1, "train": 1},
         "own_entries": 1,
         "own_tasks": 1,
+        "isolation": "task",
+        "retrieved": 1,
         "retrieved_own": 0,
+        "retrieved_own_scene": 1,
     }
     assert json.loads((tmp_path / "eval" / "leakage.json").read_text()) == json.loads(json.dumps(facts))
+    isolated = evaluated(tmp_path, tasks, "scene")["bank"]
+    assert (isolated["isolation"], isolated["retrieved"], isolated["retrieved_own_scene"]) == ("scene", 0, 0)
     assert Manifest.read(tmp_path / "eval" / "manifest.json").ids == {"v"}
     assert evaluated(tmp_path, tasks)["unchecked"] == "no trained compiler"
     assert "unknown" in evaluated(tmp_path, tasks, checkpoint=str(tmp_path / "nowhere"))["unchecked"]

@@ -53,6 +53,14 @@ def test_pieces_of_the_matching_entry_are_disclosed_and_no_others() -> None:
     assert len(shown) == PIECES and not any("apple" in piece for piece in shown)
 
 
+def test_of_a_raw_entry_the_same_pieces_are_disclosed() -> None:
+    heading, actions, why = RIGHT.text.split("\n")
+    turns = [f"> {action}\nYou see a mug 1 in cabinet 4." for action in actions.split(" ; ")]
+    raw = entry("a", "\n".join([heading, "You see a cabinet 4 and a shelf 2.", *turns, why]))
+    given = request("You arrive at cabinet 4. The cabinet 4 is closed. A mug 1 is in your hand.")
+    assert disclose(replace(given, memory=(OTHER, raw))) == disclose(given)
+
+
 def test_what_is_in_view_triggers_what_it_names() -> None:
     shown = disclose(request("You arrive at cabinet 4. The cabinet 4 is closed. A mug 1 is in your hand.")).guidance
     assert "move mug 1 to cabinet 4" in shown

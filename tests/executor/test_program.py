@@ -77,6 +77,13 @@ def test_trajectories_and_citations_say_where_things_are_too() -> None:
     pasted = "in home 1: put a mug in fridge\ngo to desk 1 ; take mug 1 from desk 1 ; move mug 1 to fridge 1"
     assert texts("put a mug in cabinet", pasted)[0] == "GoToObject(fridge 1)"
     assert texts("put a mug in cabinet", "in home 1 the mug was in cabinet 2")[0] == "GoToObject(cabinet 2)"
+    raw = (
+        "in home 1: put a mug in fridge\nYou are in a room.\n> take mug 1 from desk 1\nYou pick up the mug 1.\n"
+        "> move mug 1 to fridge 1\nYou move the mug 1.\nbecause in home 1 the mug was in desk 1"
+    )
+    other = "in home 1: put a pen in desk\n> take pen 1 from safe 1\nYou pick up the pen 1.\n> look\nA room."
+    units = [(unit.id, unit.place) for unit in now("put a mug in cabinet", f"{raw}\n\n{other}").units]
+    assert units == [("mug 1", "fridge 1"), ("mug", "desk 1"), ("pen 1", "safe 1")]
 
 
 def test_a_thing_that_is_not_named_is_told_by_what_was_done_to_it() -> None:

@@ -54,6 +54,7 @@ def test_places_are_searched_in_their_order_each_after_the_one_that_it_stands_at
         "memory:\nIn home 1: mug in fridge 1 (2 of 3 visits); cup in bed 1 (1 of 1 visits)\n\n",
         "memory:\nRoom Successful Patterns:\nput: go to fridge 1; take mug 2 from fridge 1; move mug 2 to shelf 1\n\n",
         "memory:\nin home 1: put a mug in bed\ngo to fridge 1 ; take mug 2 from fridge 1 ; move mug 2 to bed 1\n\n",
+        "memory:\nin home 1: put a mug in bed\nYou see a bed 1.\n> take mug 2 from fridge 1\nYou pick it up.\n\n",
         "guide: in home 1 the mug was in fridge 1 | go to fridge 1\n",
     ],
 )

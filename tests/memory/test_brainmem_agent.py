@@ -78,6 +78,18 @@ def test_what_a_model_said_is_in_the_journal_and_in_prompts(tmp_path: Path) -> N
     assert prompt(by_rule) != prompt(memory)
 
 
+def test_isolated_by_scene_guidelines_have_the_words_of_the_rules(
+    tmp_path: Path,
+) -> None:
+    memory = BrainMem(tmp_path, ask=Model())
+    memory.commit([[trace(1)], [trace(4)]])
+    [elsewhere] = memory.recall([Query(task(9, scene="FloorPlan2"), isolation="scene")])
+    text = "\n".join(entry.text for entry in elsewhere.entries)
+    assert "look on low shelves first" in text and "Valuable Guidelines:" in text and "Shelves first." not in text
+    [here] = memory.recall([Query(task(9), isolation="scene")])
+    assert not any("shelves" in entry.text for entry in here.entries)
+
+
 def test_the_answers_of_one_commit_are_those_of_several(tmp_path: Path) -> None:
     one, several = BrainMem(tmp_path / "one", ask=Model()), BrainMem(tmp_path / "several", ask=Model())
     one.commit([[trace(1)], [trace(4)], [trace(7)]])

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from envs.base import Task
+from envs.base import FloorPlan, Task, TaskSequence
 from memory import registry
 from memory.budgeted import BudgetedMemory
-from memory.protocol import BankError, MemorySystem, Query, Record, Trace
+from memory.entry import MemoryEntry
+from memory.protocol import BankError, MemorySystem, Query, Record, Trace, open_world_session
 from memory.registry import MemoryTools
 
 SYSTEMS = list(registry.BUILT_IN)
@@ -92,6 +95,48 @@ def test_nothing_that_the_task_itself_left_is_recalled(memory: MemorySystem) -> 
     memory.commit([[trace(1, "vase")]])
     assert not any("vase" in text and "shelf 1" in text for _, text in prompt(memory, task(1, "vase")))
     assert any("vase" in text and "shelf 1" in text for _, text in prompt(memory, task(2, "vase")))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_isolated_by_scene_it_recalls_as_if_nothing_had_ever_happened_there(
+    system: str, seed: int, tmp_path: Path
+) -> None:
+    """At the start, after steps and in a further attempt, by comparison with a memory without that scene's episodes."""
+    chance = random.Random(seed)
+    drawn = [(n, chance.choice(("mug", "pen")), f"FloorPlan{chance.randint(1, 3)}") for n in range(12)]
+    told = [[trace(n, thing, scene, chance.random() < 0.6)] for n, thing, scene in drawn]
+    told = [each if each[0].success else [*each, replace(each[0], success=True, attempt=1)] for each in told]
+    whole, without = (opened(system, tmp_path / name) for name in ("whole", "without"))
+    whole.commit(told)
+    without.commit([each for each in told if each[0].task.scene != "FloorPlan1"])
+    mine = replace(trace(99, chance.choice(("mug", "pen")), success=False), views=())
+    query = Query(mine.task, isolation="scene")
+    seen = [isolated(memory, query, mine) for memory in (whole, without)]
+    assert seen[0] == seen[1]
+    assert not any(entry.provenance.scene == "FloorPlan1" for entry in seen[0])
+    apart = [entry.text for entry in isolated(whole, Query(mine.task), mine)]
+    assert apart != [entry.text for entry in seen[0]]  # otherwise it does recall the scene
+
+
+def isolated(memory: MemorySystem, query: Query, failed: Trace) -> list[MemoryEntry]:
+    """Return what is recalled before, during and after an attempt that failed."""
+    [first] = memory.recall([query])
+    session, recalled = memory.session(query, first), [*first.entries]
+    for record in failed.records:
+        recalled += session.recall(record.observation).entries
+        session.observe(record)
+    recalled += session.recall("Nothing happens.").entries
+    again = memory.again(query, first, [failed])
+    return recalled if again is None else [*recalled, *again.recall(failed.first).entries]
+
+
+def test_a_task_without_a_scene_and_a_living_world_have_no_scene_to_leave_out(memory: MemorySystem) -> None:
+    with pytest.raises(ValueError, match="task 't1' has no scene to leave out"):
+        Query(task(1, scene=""), isolation="scene")
+    memory.commit([])
+    world = TaskSequence("w", (task(1),), "s", "FloorPlan1", FloorPlan())
+    with pytest.raises(ValueError, match="task 't1' of a living world"):
+        open_world_session(world, memory).session(Query(task(1), isolation="scene"))
 
 
 def test_the_same_episodes_in_the_same_order_give_the_same_bytes(system: str, tmp_path: Path) -> None:

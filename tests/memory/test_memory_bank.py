@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from envs.base import Task
 from memory.bank import MemoryBank
-from memory.bank_table import CROWDED, BankError
+from memory.bank_table import CROWDED, BankError, make_schema
 from memory.entry import MemoryEntry, Provenance, WriteResult
-from memory.protocol import MemorySystem
+from memory.protocol import MemorySystem, Record, Trace
 from memory.retrieval import BankRanker
+from memory.trajectory import EntryText
 from tests.memory.entries import entry
 
 TASK = Task("none", "put a hot mug in cabinet", "home 1", "test", "")
@@ -431,6 +432,67 @@ def test_inspect(bank: MemoryBank):
         "by_source": {"trajectory": 4},
         "by_scene": {"home 0": 2, "home 1": 1, "home 2": 1},
     }
+
+
+# -- the form of the texts --------------------------------------------------------------------------------------------
+
+
+def told(i: int, success: bool = True) -> Trace:
+    where, thing = f"shelf {i % 4}", ("mug", "pen", "mug on a tray")[i % 3]
+    task = Task(f"t{i}", f"put a {thing} in desk {i % 2}", f"home {i % 5}", "train", "")
+    answer = f"You arrive at {where}. On the {where}, you see a mug 1, a pen 2, a desk 1 and a tray {i}."
+    records = (Record(0, f"a desk 1, a shelf {i}, a mug", f"go to {where}", answer), Record(1, answer, "look", answer))
+    return Trace(task, records, success, rationale=f"the {thing} was in {where}")
+
+
+def test_raw_and_compact_entries_are_found_by_the_same_words(tmp_path: Path):
+    banks = {form: MemoryBank(tmp_path / form, text=form) for form in get_args(EntryText)}
+    for bank in banks.values():
+        bank.commit([[told(i, i % 7 > 0)] for i in range(40)])
+    tasks = [told(i).task for i in range(40)]
+    raw, compact = ([[e.id for e in m] for m in banks[form].retrieve(tasks, 6)] for form in ("raw", "commands"))
+    assert raw == compact
+    entry = banks["raw"][raw[0][0]]
+    assert "> look\n(as before)" in entry.text and "(as before)" not in banks["commands"][entry.id].text
+
+
+def test_a_bank_keeps_the_form_of_its_texts(tmp_path: Path):
+    raw, compact = MemoryBank(tmp_path / "raw", text="raw"), MemoryBank(tmp_path / "compact")
+    for bank in (raw, compact):
+        bank.commit([[told(1)]])
+    assert MemoryBank(tmp_path / "raw").text == "raw" and MemoryBank(tmp_path / "compact", text="commands").text
+    with pytest.raises(BankError, match=r"raw holds entries of text raw, not commands: set memory.settings.text=raw"):
+        len(MemoryBank(tmp_path / "raw", text="commands"))
+    with pytest.raises(BankError, match=r"raw holds entries of text raw, .*compact of text commands"):
+        compact.merge_from(raw)
+    raw.export_jsonl(tmp_path / "raw.jsonl")
+    with pytest.raises(BankError, match=r"raw\.jsonl:1 holds entries of text raw"):
+        compact.import_jsonl(tmp_path / "raw.jsonl")
+    read = MemoryBank(tmp_path / "read")
+    assert read.import_jsonl(tmp_path / "raw.jsonl").added == 1 and read.text == "raw"
+    assert read.entries() == raw.entries() and raw.at(raw.snapshot()).text == "raw"
+
+
+def test_a_bank_of_an_earlier_version_holds_commands(tmp_path: Path):
+    import lancedb
+
+    schema = make_schema(None, "").remove_metadata()
+    lancedb.connect(tmp_path / "old").create_table("entries", schema=schema)
+    assert MemoryBank(tmp_path / "old", text="commands").text == "commands"
+    with pytest.raises(BankError, match="holds entries of text commands, not raw"):
+        len(MemoryBank(tmp_path / "old", text="raw"))
+
+
+def test_failed_episodes_are_stored_and_counted_but_not_recalled_where_outcomes_is_success(tmp_path: Path):
+    every = MemoryBank(tmp_path / "bank")
+    every.commit([[told(i, i % 2 > 0)] for i in range(20)])
+    won = MemoryBank(tmp_path / "bank", successes_only=True)
+    assert won.commit([[told(0, success=False)]]) == WriteResult(0, 1) and len(won.origins()) == len(won) == 20
+    tasks = [told(i).task for i in range(20)]
+    recalled = [entry.provenance.success for found in won.retrieve(tasks, 4) for entry in found]
+    assert all(recalled) and len(recalled) == 80
+    assert not all(entry.provenance.success for found in every.retrieve(tasks, 4) for entry in found)
+    assert all(e.provenance.success for found in won.at(1).retrieve(tasks, 4) for e in found)
 
 
 def test_reading_writes_nothing(bank: MemoryBank):
