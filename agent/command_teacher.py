@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from agent.errand_guidance import GO, HOLDING, OPEN, Due, Errands, Notes, answered
 from agent.expert import ExpertTeacher
-from agent.leads import Lead, find_leads, find_random_lead, rationales
+from agent.leads import Lead, find_leads, find_random_lead, rationales, scene_of
 from agent.recipe_guidance import recipe_emission
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import BriefState
@@ -72,7 +72,7 @@ class CommandTeacher:
             return Emission()
         state = request.state
         notes, by_kinds = Notes(state or BriefState(request.goal)), self.entry == "right"
-        errands = Errands(errand, request.memory, self._leads(request), by_kinds)
+        errands = Errands(errand, request.memory, scene_of(request.goal), self._leads(request), by_kinds)
         if state is None:  # past answers are not known: every command counts as done
             for command in ("", *request.history[:-1]):
                 errands.note(notes, answered(command, ""))

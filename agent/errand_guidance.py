@@ -41,6 +41,7 @@ from memory.entry import MemoryEntry
 MAYBE = "maybe "  # begins a belief that lists places
 HOLDING, UNSEARCHED = "holding", "unsearched"
 MOST = 6  # places that M names for a thing which are noted
+UNKNOWN, SAME_THING = 0.5, 3  # weights in `Errands._worth`
 GO, OPEN = "go to ", "open "
 
 
@@ -121,12 +122,14 @@ class Errands:
 
     Args:
         memory: entries; those of successful episodes of the errand's kind show its routine.
+        scene: the goal's scene, "" without one.
         leads: returns the places that M names for a need ("find mug"), given a text that names the scene's places.
-        by_kinds: begin a search at the kinds of places where M's entries found anything.
+        by_kinds: search first where M's entries found things, by kinds of places.
     """
 
     errand: Errand
     memory: tuple[MemoryEntry, ...]
+    scene: str
     leads: Callable[[str, str], Sequence[Lead]]
     by_kinds: bool = True
 
@@ -155,8 +158,12 @@ class Errands:
     def _list(self, notes: Notes, text: str, places: Sequence[str]) -> None:
         """Note the scene's places by what they may be good for."""
         for need in (f"find {name}" for name in self._things()):
-            named = dict.fromkeys(lead.place for lead in self.leads(need, text) if lead.place in places)
-            notes.put_places(need.removeprefix("find "), list(named)[:MOST])
+            named = [lead for lead in self.leads(need, text) if lead.place in places]
+            own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
+            worth = self._worth(need.removeprefix("find "), places)
+            kinds = [lead.place for lead in named if lead.place not in own and worth[kind_of(lead.place)] > UNKNOWN]
+            kinds.sort(key=lambda place: -worth[kind_of(place)])
+            notes.put_places(need.removeprefix("find "), [*own, *kinds][:MOST])
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == self.errand.kind}
         notes.put_places(self.errand.kind, [place for place in places if kind_of(place) in used - {""}])
         if self.errand.kind != LOOK:
@@ -254,17 +261,22 @@ class Errands:
             unknown = unknown or [here]
             return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
         if places := [place for place in named if place != here]:
-            return Due(f"{GO}{places[0]}", self._why_there(notes, thing, places[0]))
-        if places := [place for place in self._search_order(unsearched) if place != here]:
-            return Due(f"{GO}{places[0]}", f"no {thing} so far, and {places[0]} is not searched")
+            return Due(f"{GO}{places[0]}", self._why_there(thing, places[0], f"a {thing} was seen in {places[0]}"))
+        worth = self._worth(thing, unsearched)
+        places = sorted(unsearched, key=lambda place: -worth[kind_of(place)])
+        if places := [place for place in places if place != here]:
+            fresh = f"no {thing} so far, and {places[0]} is not searched"
+            return Due(f"{GO}{places[0]}", self._why_there(thing, places[0], fresh))
         return None
 
-    def _search_order(self, unsearched: Sequence[str]) -> list[str]:
-        """Order places: first the kinds where M's entries found anything, most often first; then the rarest kinds."""
-        taken = (step for _, steps in self._routines() for step in steps if step.verb == "take")
-        found = Counter(kind_of(step.place) for step in taken if self.by_kinds)
-        left = Counter(map(kind_of, unsearched))
-        return sorted(unsearched, key=lambda place: (-found[kind_of(place)], left[kind_of(place)]))
+    def _worth(self, thing: str, places: Sequence[str]) -> dict[str, float]:
+        """Estimate by kind of place how much is found in one of `places`: what M's entries took from such places, the
+        thing itself counted more, over the number of places; a kind that M does not name counts `UNKNOWN`."""
+        steps = [step for entry in self.memory for step in steps_of(entry.provenance.actions) if step.verb == "take"]
+        taken = Counter[str]()
+        for step in steps if self.by_kinds else ():
+            taken[kind_of(step.place)] += SAME_THING if step.thing == thing else 1
+        return {kind: (taken[kind] + UNKNOWN) / n for kind, n in Counter(map(kind_of, places)).items()}
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         places = notes.places(verb)
@@ -302,11 +314,11 @@ class Errands:
                 return f"{scene}{before}{steps[at].words}"
         return ""
 
-    def _why_there(self, notes: Notes, thing: str, place: str) -> str:
-        """Cite the entry that found the thing in such a place; else it was seen there."""
+    def _why_there(self, thing: str, place: str, otherwise: str) -> str:
+        """Cite the entry that found the thing in such a place."""
         leads = self.leads(f"find {thing}", place)
         lead = next((lead for lead in leads if lead.place == place), None)
-        return location(lead.scene, thing, lead.fact.place) if lead else f"a {thing} was seen in {place}"
+        return location(lead.scene, thing, lead.fact.place) if lead else otherwise
 
 
 def compress(places: Sequence[str]) -> str:

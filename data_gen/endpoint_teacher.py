@@ -2,8 +2,8 @@
 
 It reads exactly what its student reads (M, b_t, the last command and o_t), and answers in the emission language.
 After an answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the
-last attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
-(`data_gen.collect.valid_rows`).
+last attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives
+no row (`data_gen.collect.valid_rows`).
 """
 
 from __future__ import annotations
