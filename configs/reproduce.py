@@ -130,6 +130,7 @@ class Stage:
     compiler: str = ""
     evaluation: str = ""
     tables: tuple[int, ...] = ()
+    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -204,7 +205,7 @@ class Chain:
         config = self._changed("eval", self._of(executor, compiler), of.eval, start)
         shown = name if len(of.compilers) == 1 else f"{name}-{compiler}"
         folder = self._folder("eval", executor, shown)
-        return Stage("eval", folder, config, executor, compiler, shown, of.tables)
+        return Stage("eval", folder, config, executor, compiler, shown, of.tables, of.optional)
 
     def _folder(self, kind: str, executor: str, name: str) -> Path:
         return self.out / kind / executor / name

@@ -50,6 +50,7 @@ def run_chain(chain: Chain, stages: Sequence[Stage], tables: Sequence[int]) -> N
         ProcessError: a stage's process failed.
     """
     with RunFolder.create(chain.out, chain.config, ignore=MAY_CHANGE_ON_RESUME) as run:
+        run.record(chain=chain.name)
         seconds = finished(chain.out)
         due = [stage for stage in stages if stage.name not in seconds]
         if missing := missing_needs(due):
@@ -65,8 +66,7 @@ def run_chain(chain: Chain, stages: Sequence[Stage], tables: Sequence[int]) -> N
             run.write_json(FINISHED, seconds)
     for table in tables:
         console.rule(f"table {table}", align="left")
-        runs = [stage.folder for stage in stages if table in stage.tables]
-        run_table(table, runs, chain.out / "tables")
+        run_table(table, [chain.out], chain.out / "tables")
 
 
 def finished(out: Path) -> dict[str, float]:
@@ -96,8 +96,9 @@ def describe_chain(chain: Chain, stages: Sequence[Stage], tables: Sequence[int])
     for text, there in dict.fromkeys(pair for stage in stages for pair in needs(stage)):
         print(f"# needs {text}: {'found' if there else 'MISSING'}")
     print(flush=True)
-    for stage in {(s.kind, s.executor): s for s in reversed(stages)}.values():
-        dry_run(stage.config, _processes(stage, chain) if stage.kind == "sft" else None)
+    first = {(stage.kind, stage.executor): stage for stage in reversed(stages)}
+    for stage in reversed(first.values()):
+        dry_run(stage.config, _gpus(stage, chain))
 
 
 # -- one stage ---------------------------------------------------------------------------------------------------------
@@ -130,6 +131,13 @@ def _processes(stage: Stage, chain: Chain) -> int:
     if isinstance(stage.config, GrpoConfig) and stage.config.cluster == "ray":
         return 1
     return {"sft": chain.config.processes.sft, "grpo": chain.config.processes.grpo}.get(stage.kind, 1)
+
+
+def _gpus(stage: Stage, chain: Chain) -> int | None:
+    """Return the GPUs of a stage's command; None: those of this machine."""
+    if isinstance(stage.config, EvalConfig):
+        return max(stage.config.executor.vllm.tensor_parallel_size, stage.config.compiler.vllm.tensor_parallel_size)
+    return _processes(stage, chain) if stage.kind == "sft" else None
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
