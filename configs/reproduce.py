@@ -217,8 +217,11 @@ class Chain:
         """Return a stage's settings with the shared ones, the bank of the chain, and further changes."""
         block = getattr(self.config, kind)
         blocks = {name: own for name, own in self.config.shared.items() if name in type(block).model_fields}
+        # Settings of another environment, such as the one of the block's base, do not apply.
+        named = blocks.get("env", {}).get("name")
+        without = ("env",) if named and named != block.env.name else ()
         try:
-            return changed(block, blocks, self._bank(kind, block), *changes)
+            return changed(block, blocks, self._bank(kind, block), *changes, without=without)
         except ConfigError as error:
             raise ConfigError(f"{self.name or 'chain'}, stage {kind}: {error}") from None
 
