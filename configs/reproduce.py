@@ -20,7 +20,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -35,6 +35,7 @@ FOLDER = "reproduce"  # of the shipped chains, in configs/
 RUNS = Path("runs")  # folder of chains that were given no other
 MAIN = "full"  # the compiler that every chain trains
 Shared = Literal["env", "memory", "compiler", "executor"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")]  # of a folder, and of a key on the command line
 StageConfig = CollectConfig | SftConfig | GrpoConfig | EvalConfig
 
 
@@ -94,11 +95,11 @@ class ReproduceConfig(Settings):
     shared: dict[Shared, dict[str, Any]] = Field(default={})
     """Settings of `env`, `memory`, `compiler` and `executor` in every stage that has the block; they override the
     stages' own."""
-    executors: dict[str, dict[str, Any]] = Field(min_length=1)
+    executors: dict[Name, dict[str, Any]] = Field(min_length=1)
     """Frozen executors by name: changes of `executor` in both trainings and the evaluation."""
-    compilers: dict[str, ChainCompiler] = Field(default={MAIN: ChainCompiler()}, min_length=1)
+    compilers: dict[Name, ChainCompiler] = Field(default={MAIN: ChainCompiler()}, min_length=1)
     """Compilers to train for each executor, where a chosen evaluation needs them."""
-    evaluations: dict[str, ChainEvaluation] = Field(min_length=1)
+    evaluations: dict[Name, ChainEvaluation] = Field(min_length=1)
     """Evaluations by name."""
     tables: tuple[PositiveInt, ...] = Field(min_length=1)
     """Tables to fill unless `--tables` names others."""

@@ -49,12 +49,11 @@ def run_chain(chain: Chain, stages: Sequence[Stage], tables: Sequence[int]) -> N
         ConfigError: an API key or a file is missing; nothing has been started.
         ProcessError: a stage's process failed.
     """
+    seconds = finished(chain.out)
+    if missing := missing_needs([stage for stage in stages if stage.name not in seconds]):
+        raise ConfigError("missing: " + "; ".join(missing))
     with RunFolder.create(chain.out, chain.config, ignore=MAY_CHANGE_ON_RESUME) as run:
         run.record(chain=chain.name)
-        seconds = finished(chain.out)
-        due = [stage for stage in stages if stage.name not in seconds]
-        if missing := missing_needs(due):
-            raise ConfigError("missing: " + "; ".join(missing))
         for number, stage in enumerate(stages, start=1):
             console.rule(f"{number}/{len(stages)}: {stage.name}", align="left")
             if stage.name in seconds:
