@@ -264,7 +264,9 @@ def needs(stage: Stage) -> Iterator[tuple[str, bool]]:
     """Yield what a stage needs besides models and the environment, and whether it is there."""
     for where, api in _endpoints(stage.config):
         if api.key_env:
-            text = f"{stage.kind}: an API key in the environment variable {api.key_env} ({where}.key_env), for {api.model}"
+            text = (
+                f"{stage.kind}: an API key in the environment variable {api.key_env} ({where}.key_env), for {api.model}"
+            )
             yield text, bool(os.environ.get(api.key_env))
     if not isinstance(stage.config, SftConfig) and (file := getattr(stage.config.env, "tasks_file", None)):
         text = f"{stage.kind}: the task file {file} (env.tasks_file; docs/guides/environments.md says where it is from)"

@@ -1,13 +1,12 @@
 """`memcompiler reproduce BENCHMARK`: run or continue a chain from collection to the tables of the paper.
 
-    OUT/stages.json    seconds of every finished stage; those are skipped
-    OUT/tables/        the tables; other folders: configs/reproduce.py
+OUT/stages.json    seconds of every finished stage; those are skipped
+OUT/tables/        the tables; other folders: configs/reproduce.py
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import re
 import shlex
 import sys
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from configs.evaluation import EvalConfig
 from configs.load import BASE, CONFIGS, ConfigError, as_override, load_config, read_yaml
-from configs.reproduce import Chain, Processes, ReproduceConfig, Stage, chain_file, missing_needs, needs
+from configs.reproduce import Chain, Processes, Stage, chain_file, missing_needs, needs
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from eval.evaluate import run_eval

@@ -256,7 +256,11 @@ def test_a_row_without_brief_state_is_of_a_compiler_that_was_trained_without_it(
         sft: Any = stages["sft/qwen25-14b/no_brief"].config
         grpo: Any = stages["grpo/qwen25-14b/no_brief"].config
         played: Any = stages["eval/qwen25-14b/no_brief"].config
-        assert (sft.brief_state, grpo.delivery, played.deliveries) == (False, "compiled_no_brief", ("compiled_no_brief",))
+        assert (sft.brief_state, grpo.delivery, played.deliveries) == (
+            False,
+            "compiled_no_brief",
+            ("compiled_no_brief",),
+        )
         assert played.compiler.checkpoint == str(stages["grpo/qwen25-14b/no_brief"].folder)
 
 
