@@ -10,10 +10,11 @@ from __future__ import annotations
 import codecs
 import difflib
 import io
+import json
 import re
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -70,6 +71,29 @@ def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequen
     if config is None or problems:
         raise ConfigError(_report(path, problems))
     return config
+
+
+def changed(config: Schema, *changes: Mapping[str, Any], without: Collection[str] = ()) -> Schema:
+    """Return a copy of a configuration with changes merged over the settings that it sets, in their order.
+
+    Args:
+        changes: settings by dotted key; mappings merge. They may refer to keys of the configuration (`${seed}`).
+        without: keys of the configuration to leave out.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    own = config.model_dump(mode="json", exclude_unset=True, exclude=set(without))
+    # References of the configuration are resolved already, so its literal `${` are escaped.
+    overrides = [as_override(key, value) for key, value in own.items()]
+    overrides += [f"{key}={json.dumps(value)}" for change in changes for key, value in change.items()]
+    return load_config(type(config), None, overrides)
+
+
+def as_override(key: str, value: object) -> str:
+    """Write a setting as an override, `a.b=c`, that sets exactly this value."""
+    text = json.dumps(value)  # JSON is YAML
+    return f"{key}={text}".replace("${", "\\\\${")
 
 
 def find_config(name: str | Path) -> Path:

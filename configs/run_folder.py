@@ -95,6 +95,7 @@ WRITES = {
     "train grpo": (*_TRAINED, "rollouts.jsonl", "cluster.jsonl", "bank"),
     "eval": ("episodes.jsonl", "bank", "memory", "worlds", *_REPORTED, *_LEARNED),
     "quickstart": ("plots/training.png", "plots/grpo.png", *_REPORTED),
+    "reproduce": ("stages.json", "tables"),
 }
 # Settings that name inputs; `model` only if it is a folder with a model.
 INPUTS = ("rows", "checkpoint", "bank", "model", "data_root")

@@ -283,9 +283,10 @@ class GrpoConfig(Settings):
     """Episodes per task (K of C.3.2)."""
     max_steps: int = Field(default=15, ge=1)
     """Maximum steps of an episode."""
-    delivery: Literal["compiled", "compiled_gated"] = "compiled"
+    delivery: Literal["compiled", "compiled_gated", "compiled_text", "compiled_no_brief"] = "compiled"
     """compiled_gated: compile, and learn from, only the steps that the compile gate selects
-    (docs/guides/training.md)."""
+    (docs/guides/training.md). compiled_text, compiled_no_brief: continue a checkpoint of `soft=false` or
+    `brief_state=false`."""
     token_cost: float = Field(default=0.0, ge=0)
     """Cost per token of an episode's mean emission, subtracted from the reward of success, down to 0; the paper has
     none."""
@@ -338,6 +339,8 @@ class GrpoConfig(Settings):
         _check_sharded_backend(self)
         if self.executor.engine == "api" and self.loss.latent_weight > 0:
             raise ValueError("an API executor reads no soft tokens: train text only (loss.latent_weight=0)")
+        if self.delivery == "compiled_text" and self.loss.latent_weight > 0:
+            raise ValueError("delivery compiled_text has no soft tokens to train: set loss.latent_weight=0")
         here = self.executor.engine == "hf"
         if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
             raise ValueError(

@@ -39,7 +39,7 @@ from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, c
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.model_cache import ModelCache, needs_checkpoint
 from eval.online import OnlineEvaluation, count_leaks, order_tasks, pool_streams, summarise_stream
-from eval.provenance import identity, identity_of_models
+from eval.provenance import identity, identity_of_models, training_of
 from eval.report import write_run_report
 from eval.rollouts import Evaluation, EvalWorker, Job, models_on_ray, play_on_ray, specs_of
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
@@ -174,6 +174,7 @@ def _evaluate(
     if any(find(name).needs_expert for name in config.deliveries):
         memory_facts |= {"teacher_level": config.teacher_level}
     facts = {**memory_facts, "max_steps": config.max_steps, "broken_due": len(record.due), **depends_on}
+    facts["trained"] = training_of(config)
     summary = _results(cell, run, episodes=episodes, chosen=chosen, facts=facts)
     if config.memory.online:
         for name, of_delivery in summary["results"].items():

@@ -12,7 +12,6 @@ delays the reference), so that `runs/\\${seed}/linear` is a checkpoint per seed.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from typing import Any
 
 from agent.deliveries import find
 from configs.evaluation import EvalConfig
-from configs.load import ConfigError, load_config
+from configs.load import ConfigError, changed
 from envs import registry
 from eval.metrics import grouped, joined
 
 SEED_AXIS, ORDER_AXIS = "seed", "order"
 POOLED = (SEED_AXIS, ORDER_AXIS)  # axes whose levels are pooled
 DELIVERY = "delivery"  # key of `baseline` besides the axes
+_OWN = ("matrix", "baseline")  # settings of the matrix, which its cells do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def cells(config: EvalConfig) -> list[Cell]:
     for levels in itertools.product(*named.values()):
         chosen = dict(zip(named, levels, strict=True))
         try:
-            cell = Cell(chosen, _override(config, [named[axis][level] for axis, level in chosen.items()]))
+            cell = Cell(chosen, changed(config, *(named[axis][level] for axis, level in chosen.items()), without=_OWN))
             check_deliveries(cell.config)
             found.append(cell)
         except ConfigError as error:
@@ -141,13 +141,6 @@ def varying(values: Iterable[object]) -> Any:
     """Return the common value, or the distinct values joined by "+"."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else "+".join(map(str, distinct))
-
-
-def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
-    settings = config.model_dump(mode="json", exclude_unset=True, exclude={"matrix", "baseline"})
-    # JSON is YAML. References are resolved already, so a literal `${` must be escaped.
-    own = [f"{key}={json.dumps(value)}".replace("${", "\\\\${") for key, value in settings.items()]
-    return load_config(EvalConfig, None, own + [f"{k}={json.dumps(v)}" for level in levels for k, v in level.items()])
 
 
 def _named(levels: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agent.deliveries import find
 from agent.episode import EpisodeSpec
 from agent.records import SOFT_MARK
 from compiler import checkpoint
@@ -70,6 +71,16 @@ def identity_of_models(
         **({} if gate is None else {"gate_sha256": gate.sha256}),
         "prompts": prompt_hashes(executor, compiler),
     }
+
+
+def training_of(config: EvalConfig) -> dict[str, Any] | None:
+    """Return the checkpoint of the compiler, the benchmark of its training, and whether that was with soft tokens and
+    Brief State; None without a trained compiler in this process."""
+    if config.compiler.engine == "http" or not any(find(name).needs_checkpoint for name in config.deliveries):
+        return None
+    state = checkpoint.read_state(checkpoint.find(Path(str(config.compiler.checkpoint))))
+    on = {"environment": state.get("environment"), "stage": state.get("stage")}
+    return {"checkpoint": config.compiler.checkpoint, **on, **{k: state.get(k, True) for k in ("soft", "brief_state")}}
 
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:

@@ -110,6 +110,46 @@ def quickstart(settings: "QuickstartConfig", out: Out = Path("out/quickstart"), 
 
 
 @app.command()
+def reproduce(
+    benchmark: Annotated[str, typer.Argument(help="alfworld, scienceworld, eb_alfred, eb_habitat, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings as STAGE.a=b, such as sft.max_steps=200.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the chain; default: runs/NAME.")] = None,
+    executor: Annotated[list[str] | None, typer.Option(help="Only this executor of the chain; repeatable.")] = None,
+    tables: Annotated[str, typer.Option(help="Tables to fill, such as 3,4; default: the chain's `tables`.")] = "",
+    optional: Annotated[
+        list[str] | None, typer.Option("--with", help="Also make this optional evaluation; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print all commands and the plan; start nothing.")] = False,
+    print_config: PrintConfig = False,
+) -> None:
+    """Reproduce a benchmark's rows of the paper's tables: collect, train a compiler for each executor, evaluate. The
+    same command continues after a kill (docs/guides/paper-tables.md)."""
+    from configs.load import ConfigError, to_yaml
+    from configs.reproduce import find_chain
+    from memcompiler import reproduce as run
+
+    try:
+        numbers = [int(number) for number in tables.split(",") if number]
+    except ValueError:
+        raise typer.BadParameter(f"--tables takes numbers joined by commas, received {tables!r}") from None
+    try:
+        chain = find_chain(benchmark, overrides or [], out)
+        stages = chain.stages(numbers, executor or (), optional or ())
+        run.check_chain(stages)
+    except ConfigError as error:
+        typer.secho(str(error), err=True, fg="red")
+        raise typer.Exit(2) from error
+    if print_config:
+        typer.echo(to_yaml(chain.config))
+    elif dry_run:
+        run.describe_chain(chain, stages, numbers or chain.config.tables)
+    else:
+        run.run_chain(chain, stages, numbers or chain.config.tables)
+
+
+@app.command()
 @with_settings("configs.collect:CollectConfig")
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
     """Play the training tasks with a teacher (the expert or an endpoint); writes a memory bank (OUT/bank) and SFT rows

@@ -47,15 +47,16 @@ def load_any(config: str, overrides: Sequence[str], stage: str | None = None) ->
     raise ConfigError("no stage accepts this configuration; set its stage with --stage\n" + "\n".join(problems))
 
 
-def dry_run(settings: Any) -> None:
-    """Print the plan of a run on this machine's GPUs, or without any on GPUs of 80 GiB; under torchrun on rank 0."""
+def dry_run(settings: Any, gpus: int | None = None) -> None:
+    """Print the plan of a run on this machine's GPUs, or without any on GPUs of 80 GiB; under torchrun on rank 0.
+    `gpus`: number of GPUs of the run (default: that of torchrun, else of this machine)."""
     import torch
 
     if os.environ.get("RANK", "0") != "0":
         return
     here = torch.cuda.is_available()
     gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f}" if here else "80"
-    gpus = int(os.environ.get("WORLD_SIZE", "0")) or (torch.cuda.device_count() if here else None)
+    gpus = gpus or int(os.environ.get("WORLD_SIZE", "0")) or (torch.cuda.device_count() if here else None)
     run_plan(settings, gpu, gpus=gpus, lengths="", json=None)
 
 

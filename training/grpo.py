@@ -143,7 +143,9 @@ def run_trainer(
         if held:
             player = replace(engine, limits=EpisodeLimits(config.evaluation.max_steps, config.seed))
             held_out_tasks = HeldOutTasks(config.evaluation, player, held, eval_decoding(config.compiler))
-        facts |= {"environment": config.env.name}
+        played = find_delivery(config.delivery)
+        without = {name: False for name in ("soft", "brief_state") if not getattr(played, name)}
+        facts |= {"environment": config.env.name, **without}
         trainer = GrpoTrainer(
             config=config,
             compiler=compiler,

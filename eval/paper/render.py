@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from configs.reproduce import RUNS
 from configs.run_folder import check_own_files
 from eval.paper import s3mem
-from eval.paper.specs import EFFICIENCY, MILLIONS
+from eval.paper.chains import chain_in, default_chains, finished_runs, missing_runs
+from eval.paper.specs import EFFICIENCY, MILLIONS, SPECS
 from eval.paper.tables import ABOUT, MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
 from eval.table import DASH, escape, markdown_table, sizes
@@ -18,12 +21,21 @@ from runtime.store import to_json, write_atomically
 
 
 def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = MEMCOMPILER) -> None:
-    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs it is only printed).
+    """Print table `number` and write it to OUT (default: `paper` in the first run; without results it is only printed).
+
+    Args:
+        runs: run folders; one of a chain (`memcompiler reproduce`) stands for its evaluations. None: of MemCompiler's
+            tables, the chains in `runs/`.
 
     Raises:
         ValueError: no such paper or table, or a run without results.
     """
-    table = s3mem.s3mem_table(number, runs) if paper == s3mem.NAME else paper_table(number, runs, paper)
+    if paper == s3mem.NAME:
+        table = s3mem.s3mem_table(number, runs)
+    elif paper == MEMCOMPILER and number in SPECS:
+        table, runs = _own_table(number, runs)
+    else:
+        table = paper_table(number, runs, paper)
     name = f"table{number}" if paper == MEMCOMPILER else f"{paper}-table{number}"
     target = out or (runs[0] / "paper" if runs else None)
     if target is None:
@@ -31,6 +43,17 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = 
         return
     write(target, name, to_markdown(table), table.to_json())
     table_plot(table, target / f"{name}.png")
+
+
+def _own_table(number: int, runs: Sequence[Path]) -> tuple[Table, list[Path]]:
+    """Return a table of MemCompiler, with what chains lack among its notes, and the given or found runs."""
+    chains = [chain for run in runs if (chain := chain_in(run))] if runs else default_chains()
+    plain = [run for run in runs if chain_in(run) is None]
+    found = [run for chain in chains for run in finished_runs(chain, number)]
+    missing = [line for chain in chains for line in missing_runs(chain, number, SPECS[number].methods)]
+    table = paper_table(number, [*plain, *found])
+    given = runs or [RUNS][: len(found)]
+    return replace(table, notes=[*table.notes, *missing]), list(given)
 
 
 def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:

@@ -99,6 +99,8 @@ SPECS: Mapping[int, Spec] = {
             "n4/compiled": "N=4",
             "n8/compiled": "N=8",
             "n16/compiled": "N=16 (default)",
+            "compiled": "N=16 (default)",  # a run without variants
+            **dict.fromkeys(("none", "static", "compiled_text"), ""),
             "n32/compiled": "N=32",
             "no_orth/compiled": "N=16, w/o orth. constraint",
             "linear/compiled": "N=16, linear proj. (no Gaussian)",

@@ -22,7 +22,7 @@ from eval.runs import episode_files, episodes_of, read_results
 MEMCOMPILER = "memcompiler"  # the default paper
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
-ABOUT = ("environment", "split", "seed", "n_tasks", "executors")  # facts of a run under a table
+ABOUT = ("environment", "split", "seed", "n_tasks", "executors", "compilers")  # facts of a run under a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class Measured:
     levels: Mapping[str, str]
     summary: Mapping[str, Any]
     efficiency: Mapping[str, TableCell] = field(default_factory=dict)
+    trained: Mapping[str, Any] | None = None  # of its compiler: checkpoint, and what it was trained on
 
     def cell(self, metric: str, family: str) -> TableCell | None:
         if metric in EFFICIENCY:
@@ -150,6 +151,7 @@ def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False
                 levels=summary.get("levels", {}),
                 summary=summary,
                 efficiency=used.get(name, {}),
+                trained=cells[0].get("trained"),
             )
         )
     return found
@@ -325,7 +327,15 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
         "git": results.get("git"),
         **{key: sorted({str(c[key]) for c in cells if c.get(key) is not None}) for key in keys},
         "executors": sorted({_executor(cell, {}) for cell in cells}),
+        "compilers": sorted({_compiler(cell["trained"]) for cell in cells if cell.get("trained")}) or ["none"],
     }
+
+
+def _compiler(trained: Mapping[str, Any]) -> str:
+    """Describe a trained compiler: its checkpoint, and what it was trained on."""
+    without = [text for key, text in (("soft", "soft tokens"), ("brief_state", "Brief State")) if not trained[key]]
+    on = f"trained on {trained['environment'] or 'an unknown benchmark'}"
+    return f"{trained['checkpoint']} ({on}{' without ' + ' and '.join(without) if without else ''})"
 
 
 def _notes(
@@ -337,6 +347,8 @@ def _notes(
     ]
     notes += filter(None, [paper.note])
     for m in found:
+        if m.delivery == "compiled_no_brief" and m.trained and m.trained["brief_state"]:
+            notes.append(f"{_method(spec, m)}: the compiler was trained with Brief State, unlike the paper's.")
         if by_order := m.summary.get("success_by_order"):
             scores = [100 * score for score in by_order.values()]
             shown = f"{fmean(scores):.1f} ± {stdev(scores) if len(scores) > 1 else 0.0:.1f}"

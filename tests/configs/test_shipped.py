@@ -7,6 +7,7 @@ import pytest
 import configs.collect
 import configs.evaluation
 import configs.models
+import configs.reproduce
 import configs.training
 import envs.alfworld.environment
 import envs.embodiedbench.spec
@@ -23,6 +24,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import CONFIGS, ConfigError, load_config, to_yaml
 from configs.models import ServeConfig
+from configs.reproduce import ReproduceConfig, find_chain
 from configs.training import GrpoConfig, SftConfig
 from runtime.settings import Settings
 
@@ -34,12 +36,14 @@ SCHEMAS = {
     "collect": CollectConfig,
     "grpo": GrpoConfig,
     "serve": ServeConfig,
+    "reproduce": ReproduceConfig,
 }
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 MODULES = (  # that define settings
     configs.collect,
     configs.evaluation,
     configs.models,
+    configs.reproduce,
     configs.training,
     envs.alfworld.environment,
     envs.embodiedbench.spec,
@@ -79,14 +83,18 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
     for path in FILES:
         config = load_config(SCHEMAS[(name := path.relative_to(CONFIGS)).parts[0]], path)
         small = any(word in name.stem for word in ("quickstart", "small"))
+        reproduced = name.parts[0] == "reproduce"
         expected = (
-            everything
+            paper
+            if reproduced
+            else everything
             if small
             else {**made, "first_view": True, "goal_last": True}
             if name.stem in ("alfworld", "alfworld-smollm2")
             else paper
         )
-        stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
+        whole = isinstance(config, QuickstartConfig | ReproduceConfig)
+        stages = (config.sft, config.grpo, config.eval) if whole else (config,)
         for stage in stages:
             if isinstance(stage, SftConfig | GrpoConfig | EvalConfig) and stage.executor.engine != "scripted":
                 assert stage.executor.reading == expected, name
@@ -114,7 +122,8 @@ def test_real_games_are_played_under_every_delivery_and_its_controls_within_15_3
     controls = ("compiled_no_memory", "expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
     asked = ("none", "static", "static_top1", "compiled_text", "compiled", "compiled_gated")
     assert real.deliveries == (*asked, *controls)
-    papers = load_config(EvalConfig, "eval/table5-efficiency")
+    [papers] = [stage.config for stage in find_chain("alfworld").stages([5]) if stage.kind == "eval"]
+    assert isinstance(papers, EvalConfig) and papers.concurrency == 1
     assert (papers.split, papers.deliveries) == ("valid_unseen", ("static", "compiled"))
 
 

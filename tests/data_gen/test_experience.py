@@ -127,8 +127,7 @@ def test_scienceworld_s_own_expert_fills_a_bank(tmp_path: Path) -> None:
     "name",
     [
         "eval/alfworld",
-        "eval/table2-text",
-        "eval/table3-components",
+        "eval/paper",
         "eval/quickstart",
         "grpo/paper",
         "grpo/alfworld-smollm2",

@@ -12,6 +12,7 @@ import pytest
 from agent.records import Episode, StepRecord
 from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, load_config
+from configs.reproduce import find_chain
 from eval.intervals import bootstrap_mean, wilson
 from eval.matrix import cells, joined
 from eval.metrics import summarise
@@ -41,9 +42,10 @@ def run_of(folder: Path, results: dict[str, Any], **meta: Any) -> Path:
     return folder
 
 
-def matrix_of(folder: Path, config: str, score: dict[str, tuple[int, int]]) -> Path:
-    """Results as the matrix of a shipped configuration would write them: `score` by `cell group/delivery`."""
-    made = cells(load_config(EvalConfig, EVAL_CONFIGS / f"{config}.yaml"))
+def matrix_of(folder: Path, config: str | EvalConfig, score: dict[str, tuple[int, int]]) -> Path:
+    """Results as a configuration (the name of a shipped one) would write them: `score` by `cell group/delivery`."""
+    asked = load_config(EvalConfig, EVAL_CONFIGS / f"{config}.yaml") if isinstance(config, str) else config
+    made = cells(asked)
     results, described = {}, {}
     for cell in made:
         described[cell.name] = {
@@ -55,6 +57,7 @@ def matrix_of(folder: Path, config: str, score: dict[str, tuple[int, int]]) -> P
             "scene_seed": 0,
             "n_tasks": 50,
             "config": cell.config.model_dump(mode="json"),
+            "trained": {"checkpoint": "c", "environment": "e", "soft": True, "brief_state": True},
         }
         for delivery in cell.config.deliveries:
             name = joined(cell.group, delivery)
@@ -120,13 +123,21 @@ def test_averages_are_those_of_the_six_subsets_but_where_the_paper_has_it_otherw
 
 # measured ones --------------------------------------------------------------------------------------------------------
 
-SHIPPED = [
-    (1, "table1-embodiedbench"),
-    (2, "table2-text"),
-    (3, "table3-components"),
-    (4, "table4-soft"),
-    (6, "table1-embodiedbench"),
-]
+CHAINS = {
+    1: ("eb_alfred", "eb_habitat"),
+    2: ("alfworld", "scienceworld"),
+    3: ("alfworld", "scienceworld"),
+    4: ("eb_habitat",),
+    5: ("alfworld",),
+    6: ("eb_alfred", "eb_habitat"),
+}
+
+
+def runs_of_chains(folder: Path, table: int, score: dict[str, tuple[int, int]] | None = None) -> list[Path]:
+    """Results of the shipped chains' evaluations for a table."""
+    stages = [stage for name in CHAINS[table] for stage in find_chain(name).stages([table])]
+    evaluations = [(stage.folder, stage.config) for stage in stages if isinstance(stage.config, EvalConfig)]
+    return [matrix_of(folder / path, config, score or {}) for path, config in evaluations]
 
 
 BRAINMEM = {4: "tiers", 5: "working", 6: "window", 7: "episodic", 8: "experiences", 9: "insights", 14: "orders"}
@@ -173,13 +184,13 @@ def test_tokens_and_orders_of_a_stream(tmp_path: Path) -> None:
         paper_table(4, [], "nobody")
 
 
-@pytest.mark.parametrize(("number", "config"), SHIPPED)
-def test_each_table_s_configuration_fills_every_column_of_the_paper(number: int, config: str, tmp_path: Path) -> None:
-    table = paper_table(number, [matrix_of(tmp_path / "run", config, {})])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6])
+def test_the_chains_fill_every_column_of_the_paper(number: int, tmp_path: Path) -> None:
+    table = paper_table(number, runs_of_chains(tmp_path, number))
     columns = paper_numbers()["tables"][number]["columns"]
     assert list(table.columns) == columns  # and no column beside them: all of it is the paper's
     for executor, methods in paper_numbers()["tables"][number]["executors"].items():
-        for method in {m for m in methods if m in SPECS[number].methods.values()}:
+        for method in methods.keys() & set(SPECS[number].methods.values()):
             if any(r.executor == executor and r.source == MEASURED for r in table.rows):
                 assert set(row(table, executor, method, MEASURED)) == set(columns), (executor, method)
     measured = {r.executor for r in table.rows if r.source == MEASURED}
@@ -188,9 +199,7 @@ def test_each_table_s_configuration_fills_every_column_of_the_paper(number: int,
 
 def test_measured_stands_beside_paper_with_interval_and_change(tmp_path: Path) -> None:
     """67 of 134 without memory and 110 of 134 compiled: 50 % and 82.1 %, a change of +64.2 %."""
-    group = "executor=qwen2.5-14b,environment=alfworld"
-    run = matrix_of(tmp_path, "table2-text", {f"{group}/none": (67, 134), f"{group}/compiled": (110, 134)})
-    table = paper_table(2, [run])
+    table = paper_table(2, runs_of_chains(tmp_path, 2, {"none": (67, 134), "compiled": (110, 134)}))
     ours = row(table, "Qwen-2.5-14B", "Ours", MEASURED)["AlfWorld"]
     expected = wilson(110, 134)
     assert (ours.value, ours.low, ours.high) == pytest.approx(
@@ -206,25 +215,22 @@ def test_measured_stands_beside_paper_with_interval_and_change(tmp_path: Path) -
 
 
 def test_an_average_needs_all_subsets_and_pools_their_episodes(tmp_path: Path) -> None:
-    run = matrix_of(
-        tmp_path / "run",
-        "table1-embodiedbench",
-        {
-            f"executor=qwen3-vl-32b,environment=alfred_{name}/compiled": (10 * i, 50)
-            for i, name in enumerate(("base", "common_sense", "complex", "visual", "spatial", "long"))
-        },
-    )
-    whole = row(paper_table(1, [run]), "Qwen-3-VL-32B", "Ours", MEASURED)
+    splits = ("base", "common_sense", "complex_instruction", "visual_appearance", "spatial", "long_horizon")
+    score = {f"split={name}/compiled": (10 * i, 50) for i, name in enumerate(splits)}
+    runs = runs_of_chains(tmp_path, 1, score)
+    [run] = [run for run in runs if run.parts[-4:-1] == ("eb_alfred", "eval", "qwen3-vl-32b")]
+    whole = row(paper_table(1, runs), "Qwen-3-VL-32B", "Ours", MEASURED)
     assert whole["EB-ALFRED Avg."].n == 300 and whole["EB-ALFRED Avg."].value == pytest.approx(50.0)
     assert whole["EB-ALFRED Long"].value == 100 and whole["EB-ALFRED Base"].value == 0
     assert whole["EB-ALFRED Avg."].low == pytest.approx(100 * wilson(150, 300).low)
     results = json.loads((run / "results.json").read_text())
-    results["results"] = {k: v for k, v in results["results"].items() if "alfred_long" not in k}
+    results["results"] = {k: v for k, v in results["results"].items() if "long_horizon" not in k}
     (run / "results.json").write_text(json.dumps(results))
-    table = paper_table(1, [run])
+    table = paper_table(1, runs)
     part = row(table, "Qwen-3-VL-32B", "Ours", MEASURED)
     assert "EB-ALFRED Avg." not in part and "EB-ALFRED Long" not in part and "EB-Habitat Avg." in part
-    assert NOT_MEASURED in next(line for line in to_markdown(table).splitlines() if "Ours | **measured**" in line)
+    shown = "| Qwen-3-VL-32B | Ours | **measured**"
+    assert NOT_MEASURED in next(line for line in to_markdown(table).splitlines() if line.startswith(shown))
 
 
 def test_another_split_or_benchmark_gets_a_column_of_its_own(tmp_path: Path) -> None:

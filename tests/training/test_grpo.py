@@ -383,6 +383,21 @@ def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, lik
     assert made == [True, compiled == 2] * 8
 
 
+def test_a_compiler_without_brief_state_or_soft_tokens_is_continued_without_them(tmp_path):
+    bare = trainer(tmp_path / "bare", delivery="compiled_no_brief")
+    metrics, groups = bare.take_step()
+    requests = [s.compilation.request for g in groups for e in g.episodes for s in e.steps if s.compilation]
+    assert metrics["samples"] == len(requests) and all(request.state is None for request in requests)
+    text = trainer(tmp_path / "text", delivery="compiled_text", loss={"latent_weight": 0.0})
+    before = {name: weight.clone() for name, weight in trainable(text).items()}
+    _, groups = text.take_step()
+    assert not any(s.soft_read for g in groups for e in g.episodes for s in e.steps)
+    moved = {name for name, weight in trainable(text).items() if not torch.equal(before[name], weight)}
+    assert moved and not any("projector" in name for name in moved)
+    with pytest.raises(ValueError, match=r"set loss\.latent_weight=0"):
+        trainer(tmp_path / "wrong", delivery="compiled_text")
+
+
 def test_when_everything_fails_the_run_stops(tmp_path):
     numbers = itertools.count(step=4)
     t = trainer(tmp_path, specs=[spec(0, "fragile")])
