@@ -23,7 +23,7 @@ from itertools import groupby
 from agent.leads import Lead
 from agent.records import is_refusal
 from compiler.brief_state import MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
-from envs.household.command_reader import PUT, TAKE, TREAT, location, take_command
+from envs.household.command_reader import PUT, TAKE, TREAT, location
 from envs.household.errands import (
     LOOK,
     Errand,
@@ -245,10 +245,10 @@ class Errands:
 
     def _find(self, notes: Notes, last: Answered, thing: str, holding: str, cited: str) -> Due | None:
         if holding and last.here and not last.view.closed and not (last.refused and PUT.fullmatch(last.command)):
-            return Due(f"move {holding} to {last.here}", f"to take a {thing}, the hands must be free")
+            return Due(self._put_command(holding, last.here), f"to take a {thing}, the hands must be free")
         found = last.view.of_kind(thing)
         if found and last.here != self._delivered(notes.state):
-            return Due(take_command(found[0], last.here), f"{found[0]} is in view; {cited}")
+            return Due(f"take {found[0]} from {last.here}", f"{found[0]} is in view; {cited}")
         return self._seek(notes, last, thing)
 
     def _seek(self, notes: Notes, last: Answered, thing: str) -> Due | None:
@@ -294,7 +294,13 @@ class Errands:
             return Due(f"{GO}{places[0]}", cited) if holding and places else None
         if last.view.closed or (last.refused and PUT.fullmatch(last.command)):
             return Due(f"{OPEN}{here}", f"{here} is closed")
-        return Due(f"move {holding} to {here}", cited) if holding else None
+        return Due(self._put_command(holding, here), cited) if holding else None
+
+    def _put_command(self, thing: str, place: str) -> str:
+        """Write the command that puts a thing down in the words of M's episodes: "move X to Y" or "put X in/on Y"."""
+        done = (action for entry in self.memory for action in entry.provenance.actions)
+        put = next((m for action in done if (m := PUT.fullmatch(action))), None)
+        return f"{put['verb']} {thing} {put['link']} {place}" if put else f"move {thing} to {place}"
 
     # -- what M shows --------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from agent.records import EpisodeContext
+from envs.command_reader import kind
 from envs.household.command_reader import PUT, TAKE, TREAT, USE
-from envs.household.observation_parser import AgentState, kind, parse_effect, parse_places, parse_room
+from envs.household.observation_parser import parse_effect, parse_places, parse_room
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding
 
@@ -38,7 +39,7 @@ class _Seen:
     listed: tuple[str, ...]  # the same, as they are listed
     steps: int = 0
     at: str = ""  # where the agent is
-    body: AgentState = field(default_factory=AgentState)
+    held: str = ""  # the thing in hand
     searched: set[str] = field(default_factory=set)
     things: dict[str, str] = field(default_factory=dict)  # thing -> place where it was last in view, first seen first
     taken: dict[str, str] = field(default_factory=dict)  # thing -> place where it was taken from
@@ -46,7 +47,6 @@ class _Seen:
 
     def observe(self, last: str, view: str) -> None:
         """Read the answer to the last command ("" before the first)."""
-        self.body = self.body.after(last, view)
         if last.startswith(_GO) and not view.startswith("Nothing"):
             self.at = last.removeprefix(_GO)
         for place in parse_places(view):
@@ -58,9 +58,10 @@ class _Seen:
         done = parse_effect(view)
         if done is not None and done.verb == "take":
             self.things.pop(done.thing, None)
-            self.taken[done.thing] = done.place
+            self.taken[done.thing], self.held = done.place, done.thing
         elif done is not None and done.verb == "put":
             self.things[done.thing] = self.put[kind(done.thing)] = done.place
+            self.held = ""
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ def _fetch(wanted: str, takes: bool, possible: Sequence[str], seen: _Seen) -> st
 
 def _bring(thing: str, target: str, request: ExecutorRequest, seen: _Seen) -> str:
     """Put the held thing down: where the goal wants it, else where it came from; "" if that is not possible."""
-    possible, held = request.admissible or (), seen.body.holds
+    possible, held = request.admissible or (), seen.held
     wanted = target in request.goal.split()
     fitting = [place for place in seen.listed if kind(place) == target] if wanted else [seen.taken.get(held, "")]
     place = seen.put.get(thing, "") if seen.put.get(thing, "") in fitting else next(iter(fitting), "")

@@ -12,7 +12,7 @@ from envs.household.vocabulary import OPENABLE
 _GO = "go to "
 # Commands with an effect.
 TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
-PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
+PUT = re.compile(r"(?P<verb>move|put) (?P<thing>[a-z]+) \d+ (?P<link>to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
 TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
 USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
 # The kind of thing that a goal in ALFWorld's words names.

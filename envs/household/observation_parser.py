@@ -48,12 +48,6 @@ def parse_room(text: str) -> tuple[str, ...]:
     return tuple(entity for content in _ROOM.findall(text) for entity in _ENTITY.findall(content))
 
 
-def moved_object(feedback: str) -> str:
-    """Return the object that a step moved; "" if there is none."""
-    done = parse_effect(feedback)
-    return done.thing if done and done.verb in ("take", "put") else ""
-
-
 def parse_carried(text: str) -> tuple[str, ...] | None:
     """Parse what an answer says is carried; None if it does not say."""
     if carried := _CARRYING.search(text):

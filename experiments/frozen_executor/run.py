@@ -73,7 +73,7 @@ def tokens_by_step(episodes: Sequence[Episode], config: EvalConfig) -> dict[str,
 
     for episode in episodes:
         raw = episode.memory_text
-        for kind, memory in (("raw", raw), ("commands", memory_text(map(compact_text, raw.split("\n\n"))))):
+        for kind, memory in (("raw", raw), ("commands", memory_text([*map(compact_text, raw.split("\n\n"))]))):
             for t in range(len(episode.steps)):
                 step = replace(recorded_step(episode, t), pasted_memory=memory)
                 count(f"memory, {kind}", t, len(encoder.ids(memory)))

@@ -236,7 +236,7 @@ class Karma(JournalMemory):
         """
         task = query.task
         if query.isolation == "scene":
-            return HomeMemory(one_line(task.scene), "", self.settings, self._tools)
+            return HomeMemory(one_line(task.scene), "", self.settings, self._tools, self.reader)
         home, traces = self._known().get(task.scene, (None, []))
         if home is not None and all(trace.task.id != task.id for trace in traces):
             return home
