@@ -59,17 +59,18 @@ class CommandTeacher:
         related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
         request = replace(request, memory=tuple(related))
         if isinstance(self.reader, HouseholdReader):
-            said = self._errand(request)
+            said, on_its_way = self._errand(request)
         else:
             said = recipe_emission(self.reader, request, self.entry, self.seed)
+            on_its_way = bool(self.reader.steps([said.guidance]))
         drawn = random.Random(f"{self.seed} {task_id} {len(request.history)}").random()
-        on_its_way = request.history and not said.guidance.startswith(GO)
-        return Emission(ops=said.ops) if on_its_way and drawn < self.silence else said
+        return Emission(ops=said.ops) if on_its_way and request.history and drawn < self.silence else said
 
-    def _errand(self, request: CompileRequest) -> Emission:
+    def _errand(self, request: CompileRequest) -> tuple[Emission, bool]:
+        """Write the emission for a household errand; return whether the agent is where the due command acts."""
         errand = read_errand(request.goal)
         if errand is None:
-            return Emission()
+            return Emission(), False
         state = request.state
         notes, by_kinds = Notes(state or BriefState(request.goal)), self.entry == "right"
         errands = Errands(errand, request.memory, scene_of(request.goal), self._leads(request), by_kinds)
@@ -81,9 +82,9 @@ class CommandTeacher:
         due = errands.due(notes, last)
         ops = tuple(notes.ops) if state is not None else ()
         if due is None:
-            return Emission(ops=ops)
+            return Emission(ops=ops), False
         guidance = due.command if self.level == "command" else subgoal_words(notes, errand, due)
-        return Emission(guidance, due.reason, ops)
+        return Emission(guidance, due.reason, ops), due.at_hand
 
     def _leads(self, request: CompileRequest) -> Callable[[str, str], Sequence[Lead]]:
         """Return the function that lists the places that M names for a need."""

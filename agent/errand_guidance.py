@@ -26,6 +26,7 @@ from compiler.brief_state import MAX_CHARACTERS, PLAN, BriefState, Create, Delet
 from envs.household.command_reader import PUT, TAKE, TREAT, location
 from envs.household.errands import (
     LOOK,
+    PLACE,
     Errand,
     Step,
     View,
@@ -73,8 +74,10 @@ class Answered:
     @property
     def here(self) -> str:
         """Return the place in front of the agent, as far as command and answer tell it."""
+        if self.view.place or self.command.startswith(("examine ", "slice ")):
+            return self.view.place
         there = not self.refused or self.command.startswith(GO) or PUT.fullmatch(self.command)  # it may be closed
-        return self.view.place or (place_of(self.command) if there else "")
+        return place_of(self.command) if there else ""
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -145,6 +148,9 @@ class Errands:
             self._note_done(notes, last.command)
         elif last.command:
             self._note_refused(notes, last)
+        holding = notes.state.belief(HOLDING) or ""
+        if notes.state.current == f"find {kind_of(holding)}":
+            notes.do(Fold(f"hold {holding}"))
         if last.view.things is not None:
             self._note_seen(notes, last.view.place, last.view)
 
@@ -164,8 +170,10 @@ class Errands:
             kinds = [lead.place for lead in named if lead.place not in own and worth[kind_of(lead.place)] > UNKNOWN]
             kinds.sort(key=lambda place: -worth[kind_of(place)])
             notes.put_places(need.removeprefix("find "), [*own, *kinds][:MOST])
-        used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == self.errand.kind}
-        notes.put_places(self.errand.kind, [place for place in places if kind_of(place) in used - {""}])
+        if self.errand.kind not in (LOOK, PLACE):
+            treated = (step for _, steps in self._routines() for step in steps if step.verb == self.errand.kind)
+            used = {kind_of(step.place) for step in treated if step.place}
+            notes.put_places(self.errand.kind, [place for place in places if kind_of(place) in used])
         if self.errand.kind != LOOK:
             notes.put_places(self.errand.target, [place for place in places if kind_of(place) == self.errand.target])
         notes.put_places(UNSEARCHED, places)

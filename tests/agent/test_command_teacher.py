@@ -15,9 +15,10 @@ from compiler.language import Emission
 from compiler.records import CompileRequest
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
-from data_gen.experience import collect_experience
+from configs.load import load_config
+from data_gen.experience import collect_experience, open_experience_bank
 from data_gen.recall_mix import RecallMix
-from data_gen.tasks import episode_specs
+from data_gen.tasks import episode_specs, select_tasks
 from envs.alfworld.environment import AlfworldEnvironment
 from envs.base import Environment
 from envs.command_reader import CommandReader
@@ -25,6 +26,7 @@ from envs.household.command_reader import AlfworldReader, HouseholdReader
 from envs.household.environment import HouseholdEnvironment
 from envs.household.errands import Errand, read_errand
 from envs.household.world import KINDS
+from envs.registry import Environments
 from envs.scienceworld.command_reader import ScienceWorldReader
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
@@ -185,6 +187,25 @@ def test_generated_homes_are_solved_without_the_expert(own: bool, tmp_path: Path
     assert len(told) >= 18 and all(e.success for e in told) and not any(e.error for e in played)
 
 
+@pytest.mark.slow
+def test_an_obedient_executor_solves_real_games_in_homes_that_memory_does_not_know(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    root = f"env.data_root={shared_data / 'alfworld'}"
+    bank_of_others = ["split=valid_seen", "memory.experience_split=valid_seen", "memory.isolation=scene"]
+    config = load_config(EvalConfig, "eval/alfworld", [root, "compiler.checkpoint=null", *bank_of_others])
+    with Environments(config.env) as envs:
+        tasks, experience = select_tasks(config, envs, "valid_seen")
+        bank = open_experience_bank(config, envs, experience, tmp_path / "run")
+        specs = episode_specs(tasks, bank, 4, config.memory.isolation)
+        delivery = Delivery("teacher", "compiled", TEACHER, soft=False)
+        played = run_episodes(envs.lease, specs, delivery, Obedient(), EpisodeLimits(50))
+    told = [episode for episode in played if any(step.guidance for step in episode.steps)]
+    assert len(played) == 140 and len(told) >= 110 and not any(episode.error for episode in played)
+    assert all(episode.success for episode in told)
+    assert sum(len(episode.steps) <= 20 for episode in told) >= 0.9 * len(told)
+
+
 def test_plans_change_nothing(shared_data: Path) -> None:
     env = AlfworldEnvironment(shared_data / "alfworld", images=False)
     game = env.tasks("valid_seen")[0]
@@ -197,6 +218,13 @@ def test_plans_change_nothing(shared_data: Path) -> None:
     said = [TEACHER.compile(asked, [EpisodeContext(each)] * 2) for each in (None, plan, ["take mug 1 from safe 9"])]
     assert [[c.emission for c in some] for some in said] == [[c.emission for c in said[0]]] * 3
     assert said[0][1].emission.guidance == "take mug 1 from shelf 1" and not said[0][1].emission.ops
+
+
+def test_beside_a_brief_state_only_the_last_command_is_read() -> None:
+    view = "On the shelf 1, you see a mug 1."
+    asked = CompileRequest(GOAL, (COOLED,), BriefState(GOAL), view, history=("go to shelf 1",))
+    longer = replace(asked, history=("take mug 3 from desk 1", "inventory", "go to shelf 1"))
+    assert TEACHER.emission(asked) == TEACHER.emission(longer) != TEACHER.emission(replace(asked, history=("look",)))
 
 
 # -- recipes, controls and settings ------------------------------------------------------------------------------------
