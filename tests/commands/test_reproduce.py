@@ -127,13 +127,13 @@ def test_scienceworld_s_chain_ends_in_its_tables(tmp_path: Path) -> None:
     task = {
         "task": "scienceworld",
         "id": 0,
-        "goal": "Your task is to find the animal that lives longest, outside.",
+        "goal": "Your task is to find an animal, outside.",
         "subgoals": ["You move to the outside."],
         "difficulty": "easy",
-        "additional_info": {"var": 5, "env_name": "lifespan-longest-lived"},
+        "additional_info": {"var": 5, "env_name": "find-animal"},
     }
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
-    env = {"kinds": ["lifespan-longest-lived"], "tasks_file": str(tmp_path / "tasks.jsonl"), "workers": 1}
+    env = {"kinds": ["find-animal"], "tasks_file": str(tmp_path / "tasks.jsonl"), "workers": 1}
     memory = {"experience_limit": 2, "k": 2}
     chain = tiny(tmp_path, "scienceworld", shared={**MODELS, "env": env, "memory": memory})
     reproduce(chain, tmp_path / "run", "--tables", "2")
