@@ -173,6 +173,7 @@ class Blindfolded(HouseholdEnvironment):
         raise AssertionError("the teacher asked the expert")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("own", [True, False])
 def test_generated_homes_are_solved_without_the_expert(own: bool, tmp_path: Path) -> None:
     settings = {"scenes": {"train": 8}, "images": False, "kinds": KINDS}
