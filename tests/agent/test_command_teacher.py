@@ -173,6 +173,7 @@ class Blindfolded(HouseholdEnvironment):
         raise AssertionError("the teacher asked the expert")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("own", [True, False])
 def test_generated_homes_are_solved_without_the_expert(own: bool, tmp_path: Path) -> None:
     settings = {"scenes": {"train": 8}, "images": False, "kinds": KINDS}
@@ -221,8 +222,9 @@ def test_plans_change_nothing(shared_data: Path) -> None:
 
 
 def test_beside_a_brief_state_only_the_last_command_is_read() -> None:
-    view = "On the shelf 1, you see a mug 1."
-    asked = CompileRequest(GOAL, (COOLED,), BriefState(GOAL), view, history=("go to shelf 1",))
+    talk = Talk(COOLED)
+    talk.hear(ROOM)
+    asked = CompileRequest(GOAL, (COOLED,), talk.state, "Nothing happens.", history=("go to shelf 1",))
     longer = replace(asked, history=("take mug 3 from desk 1", "inventory", "go to shelf 1"))
     assert TEACHER.emission(asked) == TEACHER.emission(longer) != TEACHER.emission(replace(asked, history=("look",)))
 
