@@ -105,8 +105,8 @@ def test_unknown_keys_of_environments_and_memories_have_suggestions(overrides: l
 
 
 def test_another_memory_system_drops_the_settings_of_a_file() -> None:
-    config = load_config(EvalConfig, "eval/table5-efficiency")
+    config = load_config(EvalConfig, "eval/alfworld-frozen")
     assert config.memory.settings == {"text": "raw", "outcomes": "success"}
     overrides = ["memory.system=brainmem", "memory.settings=null", "memory.settings.working.window=3"]
-    config = load_config(EvalConfig, "eval/table5-efficiency", overrides)
+    config = load_config(EvalConfig, "eval/alfworld-frozen", overrides)
     assert config.memory.settings == {"working": {"window": 3}}

@@ -542,7 +542,8 @@ def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole
 def test_isolated_by_scene_collection_grpo_and_evaluation_recall_nothing_of_the_own_home(tmp_path: Path) -> None:
     settings = {"env": {"name": "household", "scenes": {"train": 4}, "images": False}, "limit": 6}
     given = {**settings, "memory": {"isolation": "scene", "experience_limit": 12}}
-    collection, training = CollectConfig.model_validate(given), GrpoConfig.model_validate(given)
+    collection = CollectConfig.model_validate({**given, "empty_memory": 0, "other_kinds": 0})
+    training = GrpoConfig.model_validate(given)
     evaluation = EvalConfig.model_validate({**given, "split": "train"})
     with Environments(collection.env) as envs:
         run = RunFolder.create(tmp_path / "collect", collection)

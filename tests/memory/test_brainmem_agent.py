@@ -86,7 +86,7 @@ def test_what_a_model_said_is_in_the_journal_and_in_prompts(tmp_path: Path) -> N
 def test_isolated_by_scene_guidelines_have_the_words_of_the_rules(
     tmp_path: Path,
 ) -> None:
-    memory = BrainMem(tmp_path, ask=Model())
+    memory = brain(tmp_path, ask=Model())
     memory.commit([[trace(1)], [trace(4)]])
     [elsewhere] = memory.recall([Query(task(9, scene="FloorPlan2"), isolation="scene")])
     text = "\n".join(entry.text for entry in elsewhere.entries)
