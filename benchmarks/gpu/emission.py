@@ -88,7 +88,7 @@ def make_models(setup: Setup) -> Models:
     compiler.backbone.suppressed = [MEMORY, END]
     compiler.encode = lambda request: prompt_of(lengths.prompt)
     columns = compiler.n_tokens + 2  # of the second pass: last token, end of turn, memory tokens
-    reads_memory = lambda batch, cache=None: cache is not None and batch.tokens.shape[1] == columns
+    reads_memory = lambda batch, cache=None, *_: cache is not None and batch.tokens.shape[1] == columns
     watch = Stopwatch()
     compiler.backbone.hidden = watch.wrap(compiler.backbone.hidden, reads_memory)  # type: ignore[method-assign]
     return Models(compiler, executor, watch)

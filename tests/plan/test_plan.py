@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from benchmarks.gpu.models import ModelPair
 from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
+from configs.reproduce import find_chain, shipped_chains
 from configs.training import GrpoConfig, SftConfig
 from lm.architecture import cache_bytes_per_token, model_config
 from memcompiler.cli import app
@@ -312,13 +314,24 @@ def test_lengths_that_cannot_be_read_are_refused():
             Lengths.read(wrong)
 
 
-SHIPPED = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+NAMES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("reproduce/")])
 def test_every_shipped_configuration_can_be_planned(name: str):
-    for _, made in plans(load_any(name, []), SHORT, H100, 8):
+    check_plans(load_any(name, []))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped_chains())
+def test_every_kind_of_stage_of_a_chain_can_be_planned(name: str):
+    for stage in {stage.kind: stage for stage in find_chain(name).stages()}.values():
+        check_plans(stage.config)
+
+
+def check_plans(config: Any) -> None:
+    for _, made in plans(config, SHORT, H100, 8):
         made.fits(H100, 8)
         assert all(budget.gpu > 0 and budget.host > 0 for budget in made.budgets)
         json.dumps(made.to_json(H100, 8, None))
