@@ -330,12 +330,8 @@ class MemoryBank:
         return written
 
     def _imported(self, line: str, where: str) -> MemoryEntry:
-        try:
-            row = parse_json(line)
-            entry = entry_from_json(row)
-        except ValueError as e:
-            raise BankError(f"{where}: not a memory entry ({e}); expected a line of `memcompiler bank export`") from e
-        self._require_text("raw" if row.get(FORM) == "raw" else "commands", where)
+        entry, form = read_exported(line, where)
+        self._require_text(form, where)
         return entry
 
     # -- the table ----------------------------------------------------------------------------------------------------
@@ -382,3 +378,12 @@ def _open(path: Path, settings: TrajectorySettings, tools: MemoryTools) -> Memor
 
 
 TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open)
+
+
+def read_exported(line: str, where: str) -> tuple[MemoryEntry, EntryText]:
+    """Read a line of an export: the entry, and the form of its text. Raises: BankError, which names `where`."""
+    try:
+        row = parse_json(line)
+        return entry_from_json(row), "raw" if row.get(FORM) == "raw" else "commands"
+    except ValueError as e:
+        raise BankError(f"{where}: not a memory entry ({e}); expected a line of `memcompiler bank export`") from e

@@ -135,7 +135,13 @@ MODELS = {
         "max_new_tokens": 8,
         "soft": {"n_tokens": 2, "emb_std": "auto"},
     },
-    "executor": {"model": "zoo/household/executor", "dtype": "float32", "max_new_tokens": 8, "temperature": 1.0},
+    "executor": {
+        "context": "rebuilt",
+        "model": "zoo/household/executor",
+        "dtype": "float32",
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+    },
 }
 
 
@@ -157,7 +163,9 @@ def test_it_serves_collection_training_and_evaluation(
     from training.grpo import train_grpo
     from training.sft import train_sft
 
-    run_collect(CollectConfig.model_validate({"env": ENV, "memory": MEMORY, "max_steps": 8}), tmp_path / "collect")
+    recalls = {"own_scene": 1, "empty_memory": 0, "other_kinds": 0}
+    given = {"env": ENV, "memory": MEMORY, "max_steps": 8, **recalls}
+    run_collect(CollectConfig.model_validate(given), tmp_path / "collect")
     collected = json.loads((tmp_path / "collect" / "collect.json").read_text())
     assert collected["bank_entries"] > 0 and (tmp_path / "collect" / "bank" / "diary.jsonl").exists()
     rows = load_rows(tmp_path / "collect" / "rows")

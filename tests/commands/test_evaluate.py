@@ -202,8 +202,7 @@ def test_other_settings_data_or_prompts_are_refused(tmp_path, monkeypatch):
     with pytest.raises(RunFolderError, match="max_steps"):
         run_eval(config(PLAIN, "deliveries=[none]", "limit=2", "max_steps=3", folder=tmp_path), out, "resume")
     (out / "results.json").unlink()
-    monkeypatch.setattr("eval.provenance._ACT", "another prompt")
-    monkeypatch.setattr("eval.provenance.executor_text", lambda request, mark: request)
+    monkeypatch.setattr("eval.provenance._executor_layout", lambda context: "another prompt")
     with pytest.raises(RunFolderError, match="other prompts"):
         run_eval(asked, out, "resume")
     assert not (out / "results.json").exists()

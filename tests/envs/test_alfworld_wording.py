@@ -15,12 +15,13 @@ from envs.alfworld.environment import AlfworldEnvironment, TextWorldGame
 from envs.alfworld.export import export_split
 from envs.alfworld.games import WordingName, opening
 from envs.base import Task
+from envs.command_reader import AgentState
 from envs.household.command_reader import AlfworldReader
 from envs.household.engine import NOTHING_HAPPENS, Engine
 from envs.household.environment import HouseholdEnvironment
-from envs.household.observation_parser import AgentState
 from envs.household.world import KINDS
 from envs.registry import compiler_instructions_for, executor_instructions_for, settings_of
+from memory.protocol import Record
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("alfworld") is None, reason="needs the extra alfworld")
 
@@ -119,7 +120,9 @@ def test_readers_follow_both_wordings(root: Path) -> None:
         for commands in zip(*played, strict=True):
             for i, (env, command) in enumerate(zip((now, then), commands, strict=True)):
                 answer = env.step(command).observation.text
-                states[i], here[i] = states[i].after(command, answer), reader.here(answer, ())
+                step = Record(0, observation="", action=command, feedback=answer)
+                states[i] = states[i].after(reader.read(states[i], step))
+                here[i] = reader.here(answer, ())
             assert states[0] == states[1] and here[0] == here[1], commands
         assert reader.facts(played[0]) == reader.facts(played[1])
         assert reader.subgoals(played[0], task.goal, frozenset()) == reader.subgoals(played[1], task.goal, frozenset())

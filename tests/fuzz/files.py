@@ -311,7 +311,7 @@ def make_entry(rng: Random) -> str:
 
 
 def check_entry(given: str) -> None:
-    entry = bank._imported(given, "FILE:1")
+    entry, _ = bank.read_exported(given, "FILE:1")
     expect(entry_from_json(json.loads(json.dumps(entry.to_json()))) == entry, "an entry reads back as another")
 
 
