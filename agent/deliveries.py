@@ -145,6 +145,18 @@ def _trained(trained: Compiler | None, *_: object) -> Compiler | None:
     return trained
 
 
+def _teacher(name: str, label: str, entry: Literal["right", "random", "none"]) -> DeliverySpec:
+    """Describe a control in which the teacher without a model compiles."""
+    return DeliverySpec(
+        name,
+        label,
+        soft=False,
+        needs_expert=True,
+        control=True,
+        compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, entry),
+    )
+
+
 COMPILED, AFTER_GRPO = "compiled", "compiled_grpo"
 DELIVERIES = {  # in the order of tables and plots
     spec.name: spec
@@ -198,30 +210,9 @@ DELIVERIES = {  # in the order of tables and plots
             control=True,
             compared_with=("none", COMPILED),
         ),
-        DeliverySpec(
-            "expert_compiler",
-            "expert as compiler",
-            soft=False,
-            needs_expert=True,
-            control=True,
-            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed),
-        ),
-        DeliverySpec(
-            "expert_random_entry",
-            "expert, random entry",
-            soft=False,
-            needs_expert=True,
-            control=True,
-            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, "random"),
-        ),
-        DeliverySpec(  # with teacher_level place, it gives commands
-            "expert_no_places",
-            "expert, places unknown",
-            soft=False,
-            needs_expert=True,
-            control=True,
-            compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, "none"),
-        ),
+        _teacher("expert_compiler", "expert as compiler", "right"),
+        _teacher("expert_random_entry", "expert, random entry", "random"),
+        _teacher("expert_no_places", "expert, places unknown", "none"),  # with teacher_level place, it gives commands
         DeliverySpec(
             "compiled_shuffled_soft",
             "shuffled soft tokens",

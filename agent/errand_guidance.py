@@ -315,8 +315,8 @@ class Errands:
     def _routines(self) -> list[tuple[MemoryEntry, list[Step]]]:
         """List the successful episodes of this kind of errand with their steps."""
         successes = [entry for entry in self.memory if entry.provenance.success]
-        told = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
-        return [(entry, steps) for entry, steps in told if kind_of_episode(steps) == self.errand.kind]
+        routines = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
+        return [(entry, steps) for entry, steps in routines if kind_of_episode(steps) == self.errand.kind]
 
     def _cited(self, verb: str) -> str:
         """Say what the first entry that shows such a step did before and then; "" if none shows one."""

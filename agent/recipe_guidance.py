@@ -1,7 +1,7 @@
 """Guidance for recipes: the step that followed in past episodes of the task, for environments whose tasks repeat.
 
-Past episodes are aligned by the last step done, word for word or else by its shape (`CommandReader.shape`). The step
-that most of them did next is due; a command of the most similar one is given as it stands.
+Past episodes are aligned by the last step done, word for word or else by its shape (`CommandReader.shape`). The
+guidance is the step that most of them did next, in the words of the most similar episode.
 """
 
 from __future__ import annotations

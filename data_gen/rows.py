@@ -81,8 +81,8 @@ class SftRow:
         memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         blank = ("",) * len(self.history)
-        told = zip(self.guidances or blank, self.reasons or blank, strict=True)
-        past = zip(self.views or blank, self.history, told, strict=True)
+        guided = zip(self.guidances or blank, self.reasons or blank, strict=True)
+        past = zip(self.views or blank, self.history, guided, strict=True)
         return StepInput(
             self.goal,
             self.observation,

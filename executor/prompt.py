@@ -42,7 +42,7 @@ DEFAULT_HISTORY = 20  # default number of actions in the prompt
 Context: TypeAlias = Literal["turns", "rebuilt"]
 # Ends the instructions of context `turns`, under every delivery.
 FOLLOWS = "When a message says what to do now, answer with that very command."
-PASTED, TOLD, SOFT = "Memory of past episodes:", "Do now: ", "Soft memory: "
+PASTED, DO_NOW, SOFT = "Memory of past episodes:", "Do now: ", "Soft memory: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +152,15 @@ def _goal_line(request: ExecutorRequest) -> str:
 
 def _compiled(block: MemoryBlock) -> list[PromptPart]:
     """Write guidance with its reason, and the places of soft tokens."""
-    parts = [PromptPart(f"\n{_told(block)}")] if block.guidance else []
+    parts = [PromptPart(f"\n{_guidance_line(block)}")] if block.guidance else []
     if block.n_soft:
         parts += [PromptPart(f"\n{SOFT}"), PromptPart(soft=block.n_soft)]
     return parts
 
 
-def _told(block: MemoryBlock) -> str:
+def _guidance_line(block: MemoryBlock) -> str:
     """Write guidance with its reason, in context `turns`."""
-    return (f"Memory: {block.reason.rstrip('.')}. " if block.reason else "") + TOLD + block.guidance
+    return (f"Memory: {block.reason.rstrip('.')}. " if block.reason else "") + DO_NOW + block.guidance
 
 
 def _guide(block: MemoryBlock) -> str:
@@ -176,7 +176,7 @@ def memory_span(request: ExecutorRequest) -> tuple[str, str]:
         return (f"{PASTED}\n\n" if turns else "\nmemory:\n"), block.memory
     if not block.guidance:
         return "", ""
-    return ("\n", _told(block)) if turns else ("\nguide: ", _guide(block))
+    return ("\n", _guidance_line(block)) if turns else ("\nguide: ", _guide(block))
 
 
 def executor_parts(request: ExecutorRequest) -> list[PromptPart]:

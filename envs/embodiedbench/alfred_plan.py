@@ -108,7 +108,7 @@ class Plan:
     """A demonstration that is being played, and what is left of it after the robot did something else.
 
     What the robot did beside the plan is put right first: a wrong thing in hand is dropped, what was opened, closed or
-    switched is reset, and the plan goes on from where the thing was last picked up.
+    switched is reset, and the plan continues from where the thing was last picked up.
     """
 
     steps: Sequence[Interaction]
