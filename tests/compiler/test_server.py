@@ -95,7 +95,7 @@ class Fake:
 def serving(
     backend: Any = None, key: str | None = None, make: Any = None, gather_s: float = 0.005, **settings: Any
 ) -> Iterator[tuple[TestClient, CompilerService]]:
-    about = {"environment": "household", "executor_reads": None}
+    about = {"environments": ["household"], "executor_reads": None}
     service = CompilerService(make or (lambda: backend), ServeConfig(**settings), about=about, gather_s=gather_s)
     service.start()
     with TestClient(service_app(service, key)) as client:
@@ -110,7 +110,7 @@ def serving(
 def test_a_compilation_and_what_stands_beside_it() -> None:
     with serving(Fake()) as (client, _):
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
-        about = {"environment": "household", "executor_reads": None}
+        about = {"environments": ["household"], "executor_reads": None}
         assert client.get("/ready").json() == {"status": "ready", "weights": None, **about}
         answer = client.post("/compile", json=BODY)
         assert answer.status_code == 200
