@@ -212,19 +212,12 @@ def test_tasks_and_verdicts_of_several_benchmarks_are_recorded_apart(tmp_path: P
     folders.append(shard(tmp_path / "3", "household", "b"))
     run = RunFolder.create(tmp_path / "sft", SftConfig(rows=("x", "y")), on_exists="raise")
     leakage.copy_rows_manifest(run, folders, ["they leak"])
-    recorded = {path.name for path in run.path.glob("*.json")} - {"run.json", "environment.json"}
-    assert recorded >= {
-        f"{file}-{name}.json" for file in ("manifest", "leakage") for name in ("household", "scienceworld")
-    }
-    assert not {"manifest.json", "leakage.json"} & recorded
+    assert not (run.path / "manifest.json").exists() and not (run.path / "leakage.json").exists()
     homes = Manifest.read(run.path / "manifest-household.json")
     assert (homes.benchmark, sorted(homes.ids)) == ("household", ["a", "b"])
     assert Manifest.read(run.path / "manifest-scienceworld.json").ids == {"a"}
-    verdicts = {
-        name: json.loads((run.path / f"leakage-{name}.json").read_text())["clean"]
-        for name in ("household", "scienceworld")
-    }
-    assert verdicts == {"household": True, "scienceworld": False}
+    verdict = lambda name: json.loads((run.path / f"leakage-{name}.json").read_text())["clean"]
+    assert verdict("household") is True and verdict("scienceworld") is False
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from agent.deliveries import find
 from agent.episode import EpisodeLimits, run_episodes
+from agent.records import executor_request
 from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_instructions
@@ -100,21 +101,12 @@ def test_models_of_several_environments_refuse_a_step_of_no_or_another_one() -> 
     with pytest.raises(ValueError, match="compiler of household and scienceworld got a step of alfworld"):
         encode_row(replace(HOME[0], environment="alfworld"), compiler, executor, soft=True)
     with pytest.raises(ValueError, match="executor of household and scienceworld got a step of an environment without"):
-        executor.encode(executor_request_of(replace(HOME[0], environment=""), executor))
+        executor.encode(executor_request(replace(HOME[0], environment="").step_input(4), executor))
     examples = ExecutorConfig(examples="few.txt")
     with pytest.raises(ConfigError, match=r"executor\.examples are of one environment"):
         executor_rules(examples, RULES)
     plain = executor_rules(ExecutorConfig(instructions="none"), RULES)
     assert isinstance(plain, dict) and {rules for rules in plain.values()} == {ExecutorInstructions("")}
-
-
-def executor_request_of(row: SftRow, executor: FrozenExecutor) -> Any:
-    from agent.records import executor_request
-
-    return executor_request(row.step_input(executor_tokens), executor)
-
-
-executor_tokens = 4
 
 
 def test_an_episode_is_played_in_its_environment_and_its_requests_name_it() -> None:
