@@ -219,6 +219,7 @@ def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: EpisodeLimits) -
         seed=limits.seed,
         bank_version=spec.bank_version,
         recall=spec.recall,
+        environment=spec.environment,
     )
 
 

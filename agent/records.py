@@ -245,6 +245,7 @@ class Episode:
     memory_text: str = ""
     bank_version: int | None = None
     recall: str = ALL_KINDS  # what memory it was given
+    environment: str = ""  # name, in a run of several environments
     made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that the memory generated, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False

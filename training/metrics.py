@@ -136,6 +136,7 @@ def rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {
             "update": update,
+            **({"environment": episode.environment} if episode.environment else {}),
             "task": episode.task_id,
             "family": episode.family,
             "success": episode.success,

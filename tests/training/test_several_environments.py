@@ -19,7 +19,7 @@ from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_instructions
 from configs.load import ConfigError
 from configs.models import ExecutorConfig
-from configs.training import SftConfig
+from configs.training import GrpoConfig, SftConfig
 from data_gen.held_out import shares
 from data_gen.rows import SftRow, save_rows
 from envs.base import Task
@@ -31,8 +31,11 @@ from executor.hf import FrozenExecutor
 from executor.records import FULL_VIEW
 from tests import tiny_models
 from tests.fakes import CountingEnv, Recorder, spec
+from tests.training.grpo_trainers import trainer
 from tests.training.sft_trainers import ROWS
-from training.sft import train_sft
+from training.grpo import GrpoTrainer, train_grpo
+from training.grpo_tasks import hold_out_of_each
+from training.sft import SftTrainer, train_sft
 from training.sft_data import SftData, encode_row
 from training.sft_losses import sft_losses
 
@@ -68,6 +71,14 @@ def losses(compiler: MemoryCompiler, executor: FrozenExecutor, rows: list[SftRow
     examples = [encode_row(row, compiler, executor, soft=True) for row in rows]
     with torch.no_grad():
         return sft_losses(compiler, executor, examples, SftConfig(), temperature=0.0)
+
+
+class Killed(Exception):
+    """Ends a run in the middle."""
+
+
+def killed() -> Any:
+    raise Killed
 
 
 # -- prompts and losses ------------------------------------------------------------------------------------------------
@@ -120,7 +131,7 @@ def test_an_episode_is_played_in_its_environment_and_its_requests_name_it() -> N
     played = run_episodes({"one": CountingEnv, "other": Other}, specs, delivery, models, EpisodeLimits(3))
     assert [episode.steps[0].observation for episode in played] == ["start", "elsewhere", "start"]
     assert [request.environment for request in models.seen[:3]] == ["one", "other", "one"]
-    assert {step.compilation.request.environment for step in played[1].steps if step.compilation.request} <= {"other"}
+    assert [episode.environment for episode in played] == ["one", "other", "one"]
 
 
 # -- rows of several collections ---------------------------------------------------------------------------------------
@@ -185,21 +196,100 @@ def test_sft_on_two_benchmarks_resumes_and_says_what_it_was_trained_on(folders: 
     assert "environment" not in checkpoint.read_state(found)
     assert {path.name for path in whole.glob("manifest*")} == {"manifest-household.json", "manifest-scienceworld.json"}
 
-    class Killed(Exception):
-        pass
-
-    import training.sft as sft
-
-    taken = sft.SftTrainer.take_step
+    taken = SftTrainer.take_step
     with pytest.MonkeyPatch.context() as patch:
-
-        def die(self: Any) -> Any:
-            if self.step == 2:
-                raise Killed
-            return taken(self)
-
-        patch.setattr(sft.SftTrainer, "take_step", die)
+        patch.setattr(SftTrainer, "take_step", lambda self: taken(self) if self.step < 2 else killed())
         with pytest.raises(Killed):
             train_sft(SftConfig.model_validate(settings | {"max_steps": 3}), cut)
     train_sft(SftConfig.model_validate(settings | {"max_steps": 3}), cut)
     assert checkpoint.sha256(checkpoint.find(cut)) == checkpoint.sha256(found)
+
+
+# -- GRPO --------------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_an_update_come_from_each_environment_by_turns(tmp_path: Path) -> None:
+    specs = [replace(spec(i), environment=name) for name, n in (("one", 4), ("other", 2)) for i in range(1, n + 1)]
+    t = trainer(tmp_path, specs=specs, make_env={"one": CountingEnv, "other": CountingEnv}, tasks=3)
+    chosen = [(s.environment, s.task.id) for update in range(4) for s in t.specs_of(update)]
+    assert [name for name, _ in chosen] == ["one", "other"] * 6
+    first, second = ([task for name, task in chosen if name == own] for own in ("one", "other"))
+    assert sorted(first[:4]) == ["1", "2", "3", "4"] and all(sorted(second[i : i + 2]) == ["1", "2"] for i in (0, 2, 4))
+    alone = trainer(tmp_path / "alone", specs=[replace(s, environment="") for s in specs[:4]], tasks=3)
+    assert [s.task.id for update in range(2) for s in alone.specs_of(update)] == first
+
+
+def test_held_out_tasks_are_of_each_environment() -> None:
+    specs = [replace(spec(i), environment=name) for name in ("one", "other") for i in range(1, 6)]
+    training, held = hold_out_of_each(specs, 3, seed=0)
+    assert [s.environment for s in held] == ["one", "one", "other"] and len(training) == 7
+    with pytest.raises(ConfigError, match="leave none to train on"):
+        hold_out_of_each(specs, 10, seed=0)
+
+
+def test_further_environments_are_named_by_their_key_and_have_settings_of_their_own() -> None:
+    config = GrpoConfig.model_validate({"limit": 9, "split": "train", "also": {"alfworld": {"env": {"seed": 3}}}})
+    home, games = config.parts
+    assert (home.env.name, games.env.name, games.env.seed, games.limit) == ("household", "alfworld", 3, 9)
+    assert not home.also and not games.also and games.memory.bank is None
+    with pytest.raises(ValueError, match="household is the environment of `env` already"):
+        GrpoConfig.model_validate({"also": {"household": None}})
+    with pytest.raises(ValueError, match=r"executor\.examples are of one environment"):
+        GrpoConfig.model_validate({"also": {"alfworld": None}, "executor": {"examples": "few.txt"}})
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ALFWorld games made from generated homes: 6 of train."""
+    pytest.importorskip("alfworld")
+    from envs.alfworld.export import export_split
+    from envs.household.environment import HouseholdEnvironment
+
+    folder = tmp_path_factory.mktemp("games")
+    export_split(HouseholdEnvironment(scenes={"train": 2}, images=False), "train", folder, 6)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.alfworld
+def test_grpo_plays_both_environments_and_resumes_exactly(games: Path, tmp_path: Path) -> None:
+    settings = {
+        "compiler": {
+            "model": "zoo/household/compiler",
+            "dtype": "float32",
+            "max_new_tokens": 8,
+            "soft": {"n_tokens": 2, "emb_std": "auto"},
+        },
+        "executor": {"model": "zoo/household/executor", "dtype": "float32", "context": "rebuilt", "mode": "choice"},
+        "env": {"name": "household", "scenes": {"train": 2}, "images": False},
+        "also": {"alfworld": {"env": {"data_root": str(games)}, "limit": 3}},
+        "memory": {"k": 1, "experience_limit": 2, "experience_folder": str(tmp_path / "experience")},
+        "limit": 4,
+        "updates": 3,
+        "tasks": 2,
+        "group_size": 2,
+        "max_steps": 2,
+        "save_every": 1,
+        "evaluation": {"tasks": 2, "every": 3, "max_steps": 2},
+    }
+    config, whole, cut = GrpoConfig.model_validate(settings), tmp_path / "whole", tmp_path / "cut"
+    train_grpo(config, whole)
+    played = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["environment"] for row in played] == ["household", "household", "alfworld", "alfworld"] * 3
+    tasks = {name: Manifest.read(whole / f"manifest-{name}.json") for name in ("household", "alfworld")}
+    assert all(row["task"] in tasks[row["environment"]].ids for row in played)
+    found = checkpoint.find(whole)
+    state = checkpoint.read_state(found)
+    assert checkpoint.environments(found) == ("household", "alfworld") and state["tasks"] == 4 + 3 - 2
+    assert {name: bank["bank_entries"] for name, bank in state["banks"].items()} == {"household": 2, "alfworld": 2}
+    assert (whole / "bank-household").is_symlink() and (whole / "bank-alfworld").is_symlink()
+
+    taken = GrpoTrainer.take_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrpoTrainer, "take_step", lambda self: taken(self) if self.step < 1 else killed())
+        with pytest.raises(Killed):
+            train_grpo(config, cut)
+    train_grpo(config, cut)
+    assert checkpoint.sha256(checkpoint.find(cut)) == checkpoint.sha256(found)
+    rows = [json.loads(line) for line in (cut / "rollouts.jsonl").read_text().splitlines()]
+    assert rows == played
