@@ -148,12 +148,13 @@ def test_one_compiler_for_two_benchmarks_ends_in_both_columns(games: Path, tmp_p
     pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
     own = {"env": {"kinds": ["find-animal"], "tasks_file": None, "workers": 1}, "eval": {"split": "dev"}}
     shared = {**MODELS, "env": {"data_root": str(games)}, "memory": {"experience_limit": 2, "k": 2}}
-    chain = tiny(tmp_path, "text", shared=shared, further={"scienceworld": own})
+    little = {**SMALL["eval"], "deliveries": ["none", "compiled"]}
+    chain = tiny(tmp_path, "text", shared=shared, further={"scienceworld": own}, eval=little)
     out = tmp_path / "run"
     reproduce(chain, out, "--tables", "2")
     played = [json.loads(line) for line in (out / "grpo" / "tiny" / "both" / "rollouts.jsonl").read_text().splitlines()]
     assert [row["environment"] for row in played] == ["alfworld"] * 2 + ["scienceworld"] * 2
-    ours = rows(out, 2)["Ours (both)"]
+    ours = rows(out, 2)["Ours [trained_on=both]"]
     assert ours["AlfWorld"]["n"] == 2 and ours["scienceworld dev"]["n"] == 2
     text = (out / "tables" / "table2.md").read_text()
     assert text.count("both (trained on alfworld and scienceworld)") == 2
