@@ -256,6 +256,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
                 f"only {episodes} episodes, some none: set tasks or group_size higher, or start fewer processes"
             )
         self.config, self.executor, self.engine, self.specs = config, executor, engine, list(specs)
+        self.environments = [group[0].environment for group in by_environment(specs) if group[0].environment]
         hash = distributed.once_per_node(executor.hash)
         super().__init__(
             config,
@@ -302,7 +303,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
             "seconds_update": time.perf_counter() - rolled,
         }
         self.step += 1
-        metrics = {"update": float(self.step), **rollout_means(groups), **learned, **seconds}
+        metrics = {"update": float(self.step), **rollout_means(groups, self.environments), **learned, **seconds}
         metrics["staleness"] = float(update - rollout.weight_version)
         if self.held_out_tasks is not None and self.plays_after(self.step):
             self._sync_sampler()

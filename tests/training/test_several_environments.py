@@ -278,6 +278,12 @@ def test_grpo_plays_both_environments_and_resumes_exactly(games: Path, tmp_path:
     assert [row["environment"] for row in played] == ["household", "household", "alfworld", "alfworld"] * 3
     tasks = {name: Manifest.read(whole / f"manifest-{name}.json") for name in ("household", "alfworld")}
     assert all(row["task"] in tasks[row["environment"]].ids for row in played)
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for n, metric in enumerate(metrics):
+        for name in tasks:
+            won = [row["success"] for row in played[4 * n : 4 * n + 4] if row["environment"] == name]
+            assert metric[f"success_{name}"] == sum(won) / 2
+    assert {"eval_success_household", "eval_success_alfworld"} < metrics[-1].keys()
     found = checkpoint.find(whole)
     state = checkpoint.read_state(found)
     assert checkpoint.environments(found) == ("household", "alfworld") and state["tasks"] == 4 + 3 - 2
