@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from agent.batching import Backend, StepBatcher
 from agent.deliveries import Delivery, pasted_memory
@@ -46,6 +46,8 @@ from runtime.errors import (
 
 _SEQUENCE_BROKE = "the world of the sequence broke"
 T = TypeVar("T")
+# Creates the environment of an episode; in a run of several environments, by `EpisodeSpec.environment`.
+MakeEnvironment: TypeAlias = Callable[[], Environment] | Mapping[str, Callable[[], Environment]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class EpisodeSpec:
         open_session: opens the memory session that recalls at every step; without it, `memory` is M throughout.
         next_attempt: opens the session of a further attempt after the given failed ones, or returns None.
         recall: what memory the episode is given, for its record.
+        environment: name of the task's environment in a run that has several.
     """
 
     task: Task
@@ -75,6 +78,7 @@ class EpisodeSpec:
     open_session: Callable[[], Session] | None = None
     next_attempt: Callable[[Sequence[Trace]], Session | None] = lambda _: None
     recall: str = ALL_KINDS
+    environment: str = ""
 
     @property
     def goal(self) -> str:
@@ -175,6 +179,7 @@ class EpisodeRunner:
             state=state if delivery.brief_state else None,
             pasted_memory=pasted_memory(delivery.kind, episode.memory_text, recalled.entries),
             first=episode.steps[0].observation,
+            environment=self._spec.environment,
         )
         action = await self._roles.decide(step, record)
         if record.compilation is not None and record.compilation.applies_ops:
@@ -214,6 +219,7 @@ def _new_episode(spec: EpisodeSpec, delivery: Delivery, limits: EpisodeLimits) -
         seed=limits.seed,
         bank_version=spec.bank_version,
         recall=spec.recall,
+        environment=spec.environment,
     )
 
 
@@ -326,7 +332,7 @@ class Roles:
 
 
 def run_episodes(
-    make_env: Callable[[], Environment],
+    make_env: MakeEnvironment,
     specs: Sequence[EpisodeSpec],
     delivery: Delivery,
     executor: Executor,
@@ -349,7 +355,7 @@ def run_episodes(
 
 
 def run_sequences(
-    make_env: Callable[[], Environment],
+    make_env: MakeEnvironment,
     sequences: Sequence[Sequence[EpisodeSpec]],
     delivery: Delivery,
     executor: Executor,
@@ -363,12 +369,14 @@ def run_sequences(
     Where `make_env` is a pool's `lease` (or a method of an object with a `capacity`), no more episodes than that run at
     a time: an episode that waits for a worker would deadlock with the episodes that wait for it in the batch.
     """
-    concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
+    makes = make_env if isinstance(make_env, Mapping) else {"": make_env}
+    capacities = (getattr(getattr(make, "__self__", make), "capacity", concurrency) for make in makes.values())
+    concurrency = min(concurrency, *capacities)
     batcher = StepBatcher()
     report = on_episode or (lambda _: None)
 
     async def play(specs: Sequence[EpisodeSpec], index: int) -> list[Episode]:
-        env, played = make_env(), list[Episode]()
+        env, played = makes[specs[0].environment](), list[Episode]()
         try:
             for spec in specs:
                 if played:

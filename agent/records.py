@@ -64,6 +64,7 @@ class StepInput:
     emission: Emission | None = None  # None before and without compilation
     soft: Tensor | None = None  # soft tokens (N, d) at the executor's scale, where they are delivered
     first: str = ""  # the episode's first observation
+    environment: str = ""  # whose instructions the models read, by name; "": the run has one
 
     @property
     def history(self) -> tuple[str, ...]:
@@ -89,6 +90,7 @@ def compile_request(step: StepInput) -> CompileRequest:
         observation=step.observation,
         image=step.image,
         history=step.history,
+        environment=step.environment,
     )
 
 
@@ -123,6 +125,7 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
         goal_last=reads.goal_last,
         context=reads.context,
         past=tuple(_as_read(turn, reads) for turn in step.past) if reads.context == "turns" else (),
+        environment=step.environment,
     )
 
 
@@ -242,6 +245,7 @@ class Episode:
     memory_text: str = ""
     bank_version: int | None = None
     recall: str = ALL_KINDS  # what memory it was given
+    environment: str = ""  # name, in a run of several environments
     made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that the memory generated, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False

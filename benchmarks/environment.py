@@ -152,23 +152,26 @@ def rollout(
     updates: Annotated[int, typer.Option(min=1, help="Number of updates whose rollouts are played.")] = 2,
 ) -> None:
     """Compare agent steps/s of GRPO rollouts with all episodes batched and with one episode at a time."""
+    from contextlib import ExitStack
     from dataclasses import replace
 
     from compiler.build import load_compiler
     from configs.load import load_config
     from configs.run_folder import RunFolder
     from configs.training import GrpoConfig
-    from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
+    from envs.registry import Environments
     from executor.build import load_executor
-    from training.grpo import rollout_engine, sampling, training_specs
+    from training.grpo import rollout_engine, sampling
+    from training.grpo_tasks import told_to_compiler, told_to_executor, training_specs
 
     grpo = load_config(GrpoConfig, config, settings or [])
-    executor = load_executor(grpo.executor, executor_instructions_for(grpo.env))
-    compiler = load_compiler(grpo.compiler, executor, grpo.seed, compiler_instructions_for(grpo.env))
+    executor = load_executor(grpo.executor, told_to_executor(grpo))
+    compiler = load_compiler(grpo.compiler, executor, grpo.seed, told_to_compiler(grpo))
     compiler.decoding = sampling(grpo)
     run = RunFolder.create(out, grpo, kind="bench rollout")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
-    with Environments(grpo.env) as envs:
+    with ExitStack() as stack:
+        envs = {part.env.name: stack.enter_context(Environments(part.env)) for part in grpo.parts}
         specs, _ = training_specs(grpo, envs, run, out)
         batched = rollout_engine(grpo, envs, executor)
         engines = {"batched": batched, "one at a time": replace(batched, concurrency=1)}

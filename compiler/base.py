@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiler.language import Emission, ParseError, ParseResult, parse
-from compiler.prompt import compiler_parts
+from compiler.prompt import Instructions, compiler_parts, instructions_of
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled, soft_is_read
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
@@ -35,7 +35,7 @@ class TokenCompiler:
     projector: Projector
     decoding: Decoding
     speed: Speed
-    instructions: str
+    instructions: Instructions
     history: History  # past commands in the prompt (`compiler.prompt.compiler_parts`)
     generator: torch.Generator  # on the projector's device
     weight_version: int  # training increments it with every update; stored in every compilation
@@ -53,7 +53,7 @@ class TokenCompiler:
     def encode(self, request: CompileRequest) -> Prompt:
         """Encode a request as token ids and pictures."""
         parts = compiler_parts(request, images=self.encoder.is_vlm, history=self.history)
-        return self.encoder.encode(parts, self.instructions)
+        return self.encoder.encode(parts, instructions_of(self.instructions, request.environment))
 
     @torch.no_grad()
     def compile(

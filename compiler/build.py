@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiler.prompt import compiler_instructions
+from compiler.prompt import Instructions, system_turns
 from compiler.records import Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, model_path
@@ -25,7 +25,11 @@ log = logging.getLogger("memcompiler.compiler")
 
 
 def load_compiler(
-    config: CompilerConfig, executor: object, seed: int = 0, instructions: str = "", weights: Weights = "device"
+    config: CompilerConfig,
+    executor: object,
+    seed: int = 0,
+    instructions: Instructions = "",
+    weights: Weights = "device",
 ) -> MemoryCompiler:
     """Load the compiler in transformers, regardless of `engine`, for training.
 
@@ -33,7 +37,8 @@ def load_compiler(
 
     Args:
         executor: a new projector is created for its `embedding_table`; unused with a checkpoint.
-        instructions: `EnvSpec.compiler_instructions`, shown unless `compiler.instructions` is none.
+        instructions: `EnvSpec.compiler_instructions`, shown unless `compiler.instructions` is none; of several
+            environments by name, where requests name theirs.
         weights: device of the base model's weights and LoRA.
 
     Raises:
@@ -81,7 +86,7 @@ def measured_std(table: Tensor) -> float:
     return float(table.float().std())
 
 
-def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = "") -> VllmCompiler:
+def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: Instructions = "") -> VllmCompiler:
     """Load the trained compiler in a vLLM engine; `instructions` as in `load_compiler`. Raises: ConfigError or
     CheckpointError, without a checkpoint."""
     from compiler import checkpoint
@@ -159,11 +164,11 @@ def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
     return lora
 
 
-def _common(config: CompilerConfig, instructions: str) -> dict[str, Any]:
+def _common(config: CompilerConfig, instructions: Instructions) -> dict[str, Any]:
     """Return the arguments that both backends take."""
     return {
         "decoding": Decoding(config.temperature, config.max_new_tokens, config.batch_size),
-        "instructions": compiler_instructions(instructions) if config.instructions == "full" else "",
+        "instructions": system_turns(instructions) if config.instructions == "full" else "",
         "speed": config.speed,
         "history": config.history,
     }

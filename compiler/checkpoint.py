@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,9 +137,17 @@ def compiler_inputs(folder: Path) -> dict[str, Any] | None:
     return read_state(folder).get("compiler_reads")
 
 
-def environment(folder: Path) -> str | None:
-    """Return the name of the training environment; None if it was not recorded."""
-    return read_state(folder).get("environment")
+def environments(folder: Path) -> tuple[str, ...]:
+    """Return the names of the training environments; () if they were not recorded."""
+    state = read_state(folder)
+    if several := state.get("environments"):
+        return tuple(several)
+    return (state["environment"],) if state.get("environment") else ()
+
+
+def environment_facts(names: Sequence[str]) -> dict[str, Any]:
+    """Return the entry of a checkpoint's state that names its training environments."""
+    return {"environment": names[0]} if len(names) == 1 else {"environments": list(names)}
 
 
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ import binascii
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -118,6 +119,7 @@ class CompileBody(Body):
     history: tuple[str, ...] = ()
     sampling: SamplingBody = SamplingBody()
     soft_on: SoftOn = "always"  # the emissions beside which soft tokens are read; others may get none
+    environment: str = ""  # whose instructions are read, where the service has those of several
     tensors: tuple[TensorName, ...] = ("mu", "log_sigma")  # tensors to return
 
     @classmethod
@@ -134,6 +136,7 @@ class CompileBody(Body):
             "image": None if request.image is None else _base64(png_bytes(request.image)),
             "history": list(request.history),
             "soft_on": request.soft_on,
+            **({"environment": request.environment} if request.environment else {}),
             "sampling": sampling.model_dump(),
             "tensors": list(tensors),
         }
@@ -154,6 +157,7 @@ class CompileBody(Body):
             image=image,
             history=self.history,
             soft_on=self.soft_on,
+            environment=self.environment,
         )
 
 
@@ -275,6 +279,9 @@ class RemoteCompiler:
         temperature: of the text; `latent_temperature`: of the soft tokens, by default the same.
         timeout: seconds for a request, including retries.
         parallel: requests in flight at most.
+
+    Attributes:
+        environment: named in requests that name none; for a service that compiles for several environments.
     """
 
     def __init__(
@@ -290,9 +297,10 @@ class RemoteCompiler:
         self.server = RemoteServer(url, COMPILER_KEY, start, timeout=timeout, parallel=parallel)
         self.decoding = Decoding(temperature, latent_temperature=latent_temperature)
         self.generator = torch.Generator().manual_seed(seed)
+        self.environment = ""
 
     def about(self) -> dict[str, Any]:
-        """Return the service's hash of weights, what the executor read in training, and its environment."""
+        """Return the service's hash of weights, what the executor read in training, and its environments."""
         return self.server.get("/ready")
 
     def hash(self) -> str | None:
@@ -312,7 +320,8 @@ class RemoteCompiler:
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
         drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]
         tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z equals mu
-        bodies = [CompileBody.of(*each, tensors) for each in zip(requests, drawn, strict=True)]
+        named = [replace(request, environment=request.environment or self.environment) for request in requests]
+        bodies = [CompileBody.of(*each, tensors) for each in zip(named, drawn, strict=True)]
         replies = self.server.post_all("/compile", bodies)
         return [self._read(reply, request) for reply, request in zip(replies, requests, strict=True)]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.decoding import Decoder
+from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
@@ -43,7 +44,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         backbone: Backbone,
         projector: Projector,
         decoding: Decoding | None = None,
-        instructions: str = "",
+        instructions: Instructions = "",
         lora: Lora | LoraConfig | None = None,
         seed: int = 0,
         speed: Speed | None = None,

@@ -6,7 +6,8 @@ The user turn is a list of texts and pictures.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from PIL import Image
 
@@ -16,6 +17,9 @@ from compiler.records import CompileRequest, History
 from lm.prompt import PromptPart, merge_text_parts
 from memory.entry import MemoryEntry
 from runtime.parsing import without_newlines
+
+# The system turn: one for every environment, or by environment's name for a run that has several.
+Instructions: TypeAlias = str | Mapping[str, str]
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
 episodes taught), its current state and its current view. Decide what the acting agent needs now, and write:
@@ -31,6 +35,24 @@ Give guidance only when a memory applies to the current subgoal and its conditio
 def compiler_instructions(environment: str = "") -> str:
     """Write the system turn: the general instructions, and the environment's (`EnvSpec.compiler_instructions`)."""
     return f"{INSTRUCTIONS}\n\n{environment}" if environment else INSTRUCTIONS
+
+
+def system_turns(environments: Instructions) -> Instructions:
+    """Write the system turn of one environment, or of each."""
+    if isinstance(environments, str):
+        return compiler_instructions(environments)
+    return {name: compiler_instructions(environment) for name, environment in environments.items()}
+
+
+def instructions_of(instructions: Instructions, environment: str) -> str:
+    """Return the system turn for an environment. Raises: ValueError, if there is none for it."""
+    if isinstance(instructions, str):
+        return instructions
+    if environment not in instructions:
+        raise ValueError(
+            f"a compiler of {' and '.join(instructions)} got a step of {environment or 'an environment without a name'}"
+        )
+    return instructions[environment]
 
 
 def compiler_parts(request: CompileRequest, images: bool = True, history: History = 1) -> list[PromptPart]:

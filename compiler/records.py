@@ -42,6 +42,7 @@ class CompileRequest:
     image: Image | None = None
     history: tuple[str, ...] = ()
     soft_on: SoftOn = "always"  # where the executor reads soft tokens; others need not be computed
+    environment: str = ""  # whose instructions are shown, by name; "": the compiler was loaded for one
 
 
 @dataclass(frozen=True, slots=True)

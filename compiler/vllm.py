@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler
+from compiler.prompt import Instructions
 from compiler.records import CompileRequest, Decoding, History, StillWanted
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
@@ -60,7 +61,7 @@ class VllmCompiler(TokenCompiler):
         encoder: PromptEncoder,
         projector: Projector,
         decoding: Decoding | None = None,
-        instructions: str = "",
+        instructions: Instructions = "",
         seed: int = 0,
         device: str = "cpu",
         speed: Speed | None = None,

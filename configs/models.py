@@ -254,7 +254,8 @@ class ServeConfig(Settings):
     max_body_mib: float = Field(default=32.0, gt=0)
     """Maximum MiB of a request, else 413."""
     env: str | None = None
-    """Environment whose instructions the compiler reads; null: the one that the checkpoint was trained on."""
+    """Environment whose instructions the compiler reads; null: those that the checkpoint was trained on (of several,
+    every request names its own)."""
     seed: Seed = 0
     """Seed for requests that bring none."""
 

@@ -7,9 +7,9 @@ The collection is made once. Every executor gets compilers of its own, because a
 embeddings: `sft` and `grpo` run for each executor and each of `compilers`, `eval` for each of `evaluations`. All paths
 follow from the folder of the chain:
 
-    OUT/collect
+    OUT/collect (of a further benchmark: collect-BENCHMARK)
     OUT/sft/EXECUTOR/COMPILER, OUT/grpo/EXECUTOR/COMPILER
-    OUT/eval/EXECUTOR/EVALUATION (of several compilers: EVALUATION-COMPILER)
+    OUT/eval/EXECUTOR/EVALUATION (of several compilers: EVALUATION-COMPILER; of a further benchmark: ...-BENCHMARK)
     OUT/experience                                        the bank that the expert fills, which all stages share
     OUT/tables
 """
@@ -50,6 +50,19 @@ class ChainCompiler(Settings):
     """Changes of `grpo`."""
 
 
+class ChainBenchmark(Settings):
+    """A further benchmark of a chain: the same compilers are trained on its rows and tasks, and evaluated on it."""
+
+    env: dict[str, Any] = Field(default={})
+    """Settings of its environment, without the name, which is its key in `further`."""
+    collect: dict[str, Any] = Field(default={})
+    """Changes of `collect`."""
+    grpo: dict[str, Any] = Field(default={})
+    """Settings of its part of GRPO, as in `grpo.also`, e.g. {leakage: {drop: true}}."""
+    eval: dict[str, Any] = Field(default={})
+    """Changes of `eval`."""
+
+
 class ChainEvaluation(Settings):
     """An evaluation of the chain, as changes of `eval`, and the tables that it fills."""
 
@@ -59,6 +72,8 @@ class ChainEvaluation(Settings):
     """Compilers to evaluate, each in a run of its own."""
     executors: tuple[str, ...] | None = None
     """Executors whose compilers are evaluated; null: all."""
+    benchmarks: tuple[str, ...] | None = None
+    """Benchmarks to evaluate on, each in a run of its own; null: all of the chain."""
     axis: str | None = None
     """Axis of a matrix under which the compiler's name stands in results, where rows of a table are compilers."""
     optional: bool = False
@@ -95,6 +110,8 @@ class ReproduceConfig(Settings):
     shared: dict[Shared, dict[str, Any]] = Field(default={})
     """Settings of `env`, `memory`, `compiler` and `executor` in every stage that has the block; they override the
     stages' own."""
+    further: dict[Name, ChainBenchmark] = Field(default={})
+    """Further benchmarks by name, beside that of `collect` and `eval`, which the same compilers are trained on."""
     executors: dict[Name, dict[str, Any]] = Field(min_length=1)
     """Frozen executors by name: changes of `executor` in both trainings and the evaluation."""
     compilers: dict[Name, ChainCompiler] = Field(default={MAIN: ChainCompiler()}, min_length=1)
@@ -112,17 +129,25 @@ class ReproduceConfig(Settings):
     def _names_exist(self) -> ReproduceConfig:
         for name, evaluation in self.evaluations.items():
             for kind, named, known in (
-                ("compilers", evaluation.compilers, self.compilers),
-                ("executors", evaluation.executors or (), self.executors),
+                ("compilers", evaluation.compilers, tuple(self.compilers)),
+                ("executors", evaluation.executors or (), tuple(self.executors)),
+                ("benchmarks", evaluation.benchmarks or (), self.benchmarks),
             ):
-                if missing := sorted(set(named) - known.keys()):
+                if missing := sorted(set(named).difference(known)):
                     raise ValueError(f"evaluations.{name}.{kind}: {missing[0]} is not among {kind}: {', '.join(known)}")
+        if self.benchmarks[0] in self.further:
+            raise ValueError(f"further: {self.benchmarks[0]} is the chain's first benchmark already")
         return self
+
+    @property
+    def benchmarks(self) -> tuple[str, ...]:
+        """Return the names of the chain's benchmarks, the first's first."""
+        return str(self.shared.get("env", {}).get("name") or self.eval.env.name), *self.further
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of a chain. `folder` is its run folder."""
+    """One command of a chain. `folder` is its run folder, `benchmark` that of a further benchmark's collection."""
 
     kind: Literal["collect", "sft", "grpo", "eval"]
     folder: Path
@@ -132,10 +157,11 @@ class Stage:
     evaluation: str = ""
     tables: tuple[int, ...] = ()
     optional: bool = False
+    benchmark: str = ""
 
     @property
     def name(self) -> str:
-        return "/".join(filter(None, (self.kind, self.executor, self.evaluation or self.compiler)))
+        return "/".join(filter(None, (_of(self.kind, self.benchmark), self.executor, self.evaluation or self.compiler)))
 
 
 @dataclass(frozen=True)
@@ -175,36 +201,56 @@ class Chain:
             for name, of in config.evaluations.items()
             if (name in optional if of.optional else not set(tables).isdisjoint(of.tables))
         }
-        made: dict[Path, Stage] = {self.out / "collect": self._collect()}
+        made: dict[Path, Stage] = {stage.folder: stage for stage in map(self._collect, ("", *config.further))}
         for executor in [name for name in config.executors if not executors or name in executors]:
             for name, of in chosen.items():
                 if of.executors is None or executor in of.executors:
                     for compiler in of.compilers:
-                        for stage in (*self._training(executor, compiler), self._evaluation(executor, compiler, name)):
+                        for stage in (
+                            *self._training(executor, compiler),
+                            *self._evaluations(executor, compiler, name),
+                        ):
                             made.setdefault(stage.folder, stage)
         return list(made.values())
 
-    def _collect(self) -> Stage:
-        return Stage("collect", self.out / "collect", self._changed("collect"))
+    def _collect(self, benchmark: str) -> Stage:
+        """Return the collection of a further benchmark, or ("") of the first."""
+        folder = self.out / _of("collect", benchmark)
+        return Stage("collect", folder, self._changed("collect", benchmark=benchmark), benchmark=benchmark)
 
     def _training(self, executor: str, compiler: str) -> Iterator[Stage]:
-        own = self.config.compilers[compiler]
+        own, further = self.config.compilers[compiler], self.config.further
+        rows = [str(self.out / _of("collect", name) / "rows") for name in ("", *further)]
+        also = {"also": {name: self._also(name, of) for name, of in further.items()}} if further else {}
+        checkpoint = str(self._folder("sft", executor, compiler))
         for kind, changes, start in (
-            ("sft", own.sft, {"rows": str(self.out / "collect" / "rows")}),
-            ("grpo", own.grpo, {"compiler": {"checkpoint": str(self._folder("sft", executor, compiler))}}),
+            ("sft", own.sft, {"rows": rows if further else rows[0]}),
+            ("grpo", own.grpo, {"compiler": {"checkpoint": checkpoint}, **also}),
         ):
             if getattr(self.config, kind) is not None:
                 config = self._changed(kind, self._of(executor, compiler), changes, start)
                 yield Stage(kind, self._folder(kind, executor, compiler), config, executor, compiler)  # type: ignore[arg-type]
 
-    def _evaluation(self, executor: str, compiler: str, name: str) -> Stage:
+    def _also(self, name: str, of: ChainBenchmark) -> dict[str, Any]:
+        """Return a further benchmark's part of GRPO."""
+        collected = {"bank": str(self.out / _of("collect", name) / "bank")} if self.config.bank == "collected" else {}
+        return {"env": of.env, **collected, **of.grpo}
+
+    def _evaluations(self, executor: str, compiler: str, name: str) -> Iterator[Stage]:
+        chosen = self.config.evaluations[name].benchmarks
+        for benchmark in self.config.benchmarks:
+            if chosen is None or benchmark in chosen:
+                further = benchmark if benchmark in self.config.further else ""
+                yield self._evaluation(executor, compiler, name, further)
+
+    def _evaluation(self, executor: str, compiler: str, name: str, benchmark: str) -> Stage:
         of = self.config.evaluations[name]
         last = "grpo" if self.config.grpo is not None else "sft"
         start: dict[str, Any] = {"compiler": {"checkpoint": str(self._folder(last, executor, compiler))}}
         if of.axis is not None:
             start["matrix"] = {of.axis: {compiler: {}}}
-        config = self._changed("eval", self._of(executor, compiler), of.eval, start)
-        shown = name if len(of.compilers) == 1 else f"{name}-{compiler}"
+        config = self._changed("eval", self._of(executor, compiler), of.eval, start, benchmark=benchmark)
+        shown = _of(name if len(of.compilers) == 1 else f"{name}-{compiler}", benchmark)
         folder = self._folder("eval", executor, shown)
         return Stage("eval", folder, config, executor, compiler, shown, of.tables, of.optional)
 
@@ -214,25 +260,35 @@ class Chain:
     def _of(self, executor: str, compiler: str) -> dict[str, Any]:
         return {"executor": self.config.executors[executor], "compiler": self.config.compilers[compiler].compiler}
 
-    def _changed(self, kind: str, *changes: Mapping[str, Any]) -> Any:
-        """Return a stage's settings with the shared ones, the bank of the chain, and further changes."""
+    def _changed(self, kind: str, *changes: Mapping[str, Any], benchmark: str = "") -> Any:
+        """Return a stage's settings with the shared ones, the bank of the chain, and further changes. `benchmark`: of a
+        collection or evaluation, if it is not the first."""
         block = getattr(self.config, kind)
         blocks = {name: own for name, own in self.config.shared.items() if name in type(block).model_fields}
+        if benchmark:
+            of = self.config.further[benchmark]
+            blocks["env"] = {**of.env, "name": benchmark}
+            changes = (getattr(of, kind), *changes)
         # Settings of another environment, such as the one of the block's base, do not apply.
         named = blocks.get("env", {}).get("name")
         without = ("env",) if named and named != block.env.name else ()
         try:
-            return changed(block, blocks, self._bank(kind, block), *changes, without=without)
+            return changed(block, blocks, self._bank(kind, block, benchmark), *changes, without=without)
         except ConfigError as error:
             raise ConfigError(f"{self.name or 'chain'}, stage {kind}: {error}") from None
 
-    def _bank(self, kind: str, block: StageConfig) -> dict[str, Any]:
+    def _bank(self, kind: str, block: StageConfig, benchmark: str) -> dict[str, Any]:
         """Return the settings of the bank that the stages share, unless the settings name one."""
         if isinstance(block, SftConfig) or block.memory.bank is not None:
             return {}
         if kind != "collect" and self.config.bank == "collected":
-            return {"memory": {"bank": str(self.out / "collect" / "bank")}}
+            return {"memory": {"bank": str(self.out / _of("collect", benchmark) / "bank")}}
         return {"memory": {"experience_folder": str(self.out / "experience")}}
+
+
+def _of(name: str, benchmark: str) -> str:
+    """Return the name of a folder of a further benchmark."""
+    return f"{name}-{benchmark}" if benchmark else name
 
 
 def find_chain(name: str, overrides: Sequence[str] = (), out: Path | None = None) -> Chain:
@@ -268,9 +324,11 @@ def needs(stage: Stage) -> Iterator[tuple[str, bool]]:
                 f"{stage.kind}: an API key in the environment variable {api.key_env} ({where}.key_env), for {api.model}"
             )
             yield text, bool(os.environ.get(api.key_env))
-    if not isinstance(stage.config, SftConfig) and (file := getattr(stage.config.env, "tasks_file", None)):
-        text = f"{stage.kind}: the task file {file} (env.tasks_file; docs/guides/environments.md says where it is from)"
-        yield text, Path(file).is_file()
+    parts = [] if isinstance(stage.config, SftConfig) else getattr(stage.config, "parts", [stage.config])
+    for part in parts:
+        if file := getattr(part.env, "tasks_file", None):
+            where = "env.tasks_file; docs/guides/environments.md says where it is from"
+            yield f"{stage.kind}: the task file {file} ({where})", Path(file).is_file()
 
 
 def _endpoints(config: StageConfig) -> Iterator[tuple[str, EndpointConfig]]:

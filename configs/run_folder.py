@@ -64,7 +64,7 @@ PACKAGES = (
 )
 # Kind of run (its command) -> names or patterns of the files that it writes, and that `overwrite` deletes, in addition
 # to configuration, environment and checkpoints.
-_LEARNED = ("manifest.json", "leakage.json")
+_LEARNED = ("manifest.json", "manifest-*.json", "leakage.json", "leakage-*.json")
 _TRAINED = (
     METRICS,
     "held_out.json",
@@ -92,7 +92,7 @@ WRITES = {
         *_LEARNED,
     ),
     "train sft": _TRAINED,
-    "train grpo": (*_TRAINED, "rollouts.jsonl", "cluster.jsonl", "bank"),
+    "train grpo": (*_TRAINED, "rollouts.jsonl", "cluster.jsonl", "bank", "bank-*"),
     "eval": ("episodes.jsonl", "bank", "memory", "worlds", *_REPORTED, *_LEARNED),
     "quickstart": ("plots/training.png", "plots/grpo.png", *_REPORTED),
     "reproduce": ("stages.json", "tables"),

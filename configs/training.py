@@ -5,7 +5,8 @@ Defaults are the paper's (Table 7) where it gives one, except SFT's `optimizer.p
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -254,6 +255,21 @@ class PolicyLoss(Settings):
     """Cap of the importance weight trainer/engine of each token; 0: no importance weights."""
 
 
+class FurtherEnvironment(Settings):
+    """An environment that GRPO trains on beside `env`, and settings of its own."""
+
+    env: AnyEnvSettings
+    """Its settings, without the name, which is its key in `also`."""
+    split: str | None = None
+    """Split of the environment; null: `split` of the run."""
+    limit: PositiveInt | None = None
+    """Maximum number of tasks of the split; null: `limit` of the run."""
+    bank: PathName | None = None
+    """Bank that its tasks recall from; null: the expert fills one."""
+    leakage: LeakageConfig | None = None
+    """Check for overlap with held-out tasks; null: its evaluation split, with `leakage.drop` of the run."""
+
+
 class GrpoConfig(Settings):
     """Stage 2 (paper C.3.2, Table 7)."""
 
@@ -264,6 +280,9 @@ class GrpoConfig(Settings):
     """Frozen executor."""
     env: AnyEnvSettings = Field(default_factory=default_settings)
     """Environment and its settings; `env=NAME` is short for `env.name=NAME`."""
+    also: dict[str, FurtherEnvironment] = Field(default={})
+    """Further environments by name, as in {scienceworld: {limit: 500}}. Their tasks take turns with those of `env`, so
+    that each environment has an equal share of the episodes."""
     memory: MemoryConfig = MemoryConfig()
     """Memory that the compiler recalls from."""
     leakage: LeakageConfig = LeakageConfig()
@@ -327,6 +346,17 @@ class GrpoConfig(Settings):
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers that receive the metrics (extra `trackers`)."""
 
+    @field_validator("also", mode="before")
+    @classmethod
+    def _named_by_key(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        own = {name: {} if block is None else block for name, block in value.items()}
+        return {
+            name: {**block, "env": {**(block.get("env") or {}), "name": name}} if isinstance(block, Mapping) else block
+            for name, block in own.items()
+        }
+
     @field_validator("compiler")
     @classmethod
     def _trains_here(cls, value: CompilerConfig) -> CompilerConfig:
@@ -351,8 +381,32 @@ class GrpoConfig(Settings):
             raise ValueError("loss.latent_gradient=pathwise trains the newest soft tokens: executor.past_soft=dropped")
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap trains on episodes of older weights: set loss.importance_cap (2.0 is usual)")
-        refuse_unread_views(self.env.name, self.memory)
+        self._check_environments()
         return self
+
+    def _check_environments(self) -> None:
+        named = [part.env.name for part in self.parts]
+        for name in named:
+            refuse_unread_views(name, self.memory)
+        if self.env.name in self.also:
+            raise ValueError(f"also: {self.env.name} is the environment of `env` already")
+        if self.also and self.executor.examples is not None:
+            raise ValueError(f"executor.examples are of one environment, and this run has {' and '.join(named)}")
+
+    @property
+    def parts(self) -> list[GrpoConfig]:
+        """Return the settings of each environment alone, `env`'s first."""
+        alone = self.model_copy(update={"also": {}})
+        return [alone, *(alone.model_copy(update=self._changes(further)) for further in self.also.values())]
+
+    def _changes(self, further: FurtherEnvironment) -> dict[str, Any]:
+        return {
+            "env": further.env,
+            "split": further.split or self.split,
+            "limit": further.limit or self.limit,
+            "memory": self.memory.model_copy(update={"bank": further.bank, "version": None}),
+            "leakage": further.leakage or LeakageConfig(drop=self.leakage.drop),
+        }
 
 
 def _check_sharded_backend(config: SftConfig | GrpoConfig) -> None:

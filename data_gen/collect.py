@@ -275,7 +275,7 @@ def write_rows(
     """
     listed = executor_instructions_for(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acting_role != "expert", listed)
-    steps = [replace(row, teacher_level=config.teacher_level) for row in steps]
+    steps = [replace(row, teacher_level=config.teacher_level, environment=config.env.name) for row in steps]
     if not of.brief_state:
         steps = [replace(row, state="") for row in steps]
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]

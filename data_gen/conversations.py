@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.records import compile_request
-from compiler.prompt import compiler_parts
+from compiler.prompt import Instructions, compiler_parts, instructions_of
 from data_gen.dataset import write_parquet
 from data_gen.rows import SftRow, split_rows
 from lm.prompt import chat_messages, chat_of
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def row_to_conversation(
-    row: SftRow, instructions: str = "", images: bool = False, history: History = 1
+    row: SftRow, instructions: Instructions = "", images: bool = False, history: History = 1
 ) -> dict[str, Any]:
     """Convert a row into a conversation. With `images`, every content is a list of parts, and `images` holds the
     pictures (PNG) in the order of their parts. `history`: see `compiler_parts`."""
     parts = compiler_parts(compile_request(row.step_input()), images, history)
     turns = {
-        "prompt": chat_messages(chat_of(parts, instructions)),
+        "prompt": chat_messages(chat_of(parts, instructions_of(instructions, row.environment))),
         "completion": [{"role": "assistant", "content": row.emission}],
     }
     if not images:
@@ -47,7 +47,7 @@ def _content_parts(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_to_conversations(
-    rows: Sequence[SftRow], instructions: str = "", images: bool = False, history: History = 1
+    rows: Sequence[SftRow], instructions: Instructions = "", images: bool = False, history: History = 1
 ) -> Dataset:
     """Convert rows into a TRL dataset, one conversation per row."""
     from datasets import Dataset, Features, Image, List, Value
@@ -63,7 +63,7 @@ def export_conversations(
     rows: Sequence[SftRow],
     out: Path,
     *,
-    instructions: str = "",
+    instructions: Instructions = "",
     images: bool = False,
     history: History = 1,
     held_out: float = 0.0,
@@ -72,7 +72,7 @@ def export_conversations(
     """Write rows as conversations into a new folder; return the number of rows by split.
 
     Args:
-        instructions: system turn of every conversation.
+        instructions: system turn of every conversation, or by the environment of its row.
         history: past commands in the prompt (`compiler.history`).
         held_out: share of the tasks in split `test`, the same tasks as `validation.share` holds out.
 

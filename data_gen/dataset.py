@@ -183,6 +183,7 @@ FIELDS: Mapping[str, str] = {
     "first": "the first observation of the episode",
     "own_scene": "whether an entry of the memory was of the task's own scene",
     "teacher_level": "what the guidance says: place, subgoal or command",
+    "environment": "name of the environment",
     "history": "the actions before the step",
     "views, guidances, reasons": "what the agent saw at the earlier steps, and the guidance that it was given there",
     "commands": "what was possible, where executors are shown it; else empty",

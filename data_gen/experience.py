@@ -120,7 +120,12 @@ def _by_turns(tasks: Sequence[Task], per_kind: int) -> list[Task]:
 
 
 def open_experience_bank(
-    config: Config, envs: Environments, experience: Sequence[Task], out: Path, beside: Path | None = None
+    config: Config,
+    envs: Environments,
+    experience: Sequence[Task],
+    out: Path,
+    beside: Path | None = None,
+    link: str = "bank",
 ) -> MemorySystem:
     """Open the bank that the settings name, or the cached bank of this experience; the expert fills it if needed.
 
@@ -128,14 +133,15 @@ def open_experience_bank(
 
     Args:
         experience: tasks whose episodes fill the bank; none if a bank is given or nothing is retrieved.
-        out: the run folder, whose `bank` links to the bank.
+        out: the run folder.
+        link: name of the link to the bank in it.
         beside: folder beside which banks are cached (default: `out`; cells of a matrix share one).
 
     Raises:
         ConfigError: the expert fails on most of the tasks.
     """
     if not experience:
-        bank = open_memory(config.memory, out / "bank", config.env.name)
+        bank = open_memory(config.memory, out / link, config.env.name)
         if config.memory.bank is None:
             initialise_memory(bank, config.env.name)
         return bank
@@ -155,7 +161,7 @@ def open_experience_bank(
         else:
             with FolderLock(folder / "bank", "memcompiler"):
                 _fill(config, envs, experience, bank, facts=facts, path=folder / EXPERIENCE)
-    _link(out / "bank", folder / "bank")
+    _link(out / link, folder / "bank")
     return bank
 
 

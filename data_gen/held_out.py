@@ -32,7 +32,7 @@ def split_held_out_specs(
 
 
 def rows_environment_settings(folders: Sequence[Path]) -> AnyEnvSettings:
-    """Return the environment settings of the collections that rows come from.
+    """Return the environment settings of the collections that rows of one environment come from.
 
     Raises:
         ConfigError: a collection's settings are missing, or they differ.
@@ -40,9 +40,21 @@ def rows_environment_settings(folders: Sequence[Path]) -> AnyEnvSettings:
     found = [_collection(folder).env for folder in folders]
     if any(env != found[0] for env in found[1:]):
         raise ConfigError(
-            "evaluation plays in the environment of the rows, but they come from several: set evaluation.tasks=0"
+            f"evaluation plays in the environment of the rows, but those of {found[0].name} have several settings of "
+            "it: set evaluation.tasks=0"
         )
     return found[0]
+
+
+def shares(n: int, parts: int) -> list[int]:
+    """Split `n` tasks over several environments as equally as possible, the first ones getting the rest.
+
+    Raises:
+        ConfigError: some would get none.
+    """
+    if n < parts:
+        raise ConfigError(f"evaluation.tasks={n} of {parts} environments: set it to at least {parts}")
+    return [n // parts + (i < n % parts) for i in range(parts)]
 
 
 def select_held_out_specs(

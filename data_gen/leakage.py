@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
 
 
+def file_of(name: str, environment: str = "") -> str:
+    """Return the name of an environment's file in a run folder of several, such as manifest-alfworld.json; "": the
+    run has one environment."""
+    stem, dot, ending = name.partition(".")
+    return f"{stem}-{environment}{dot}{ending}" if environment else name
+
+
 # -- training tasks ----------------------------------------------------------------------------------------------------
 
 
@@ -71,9 +78,16 @@ class LeakageAudit:
 
 
 def isolate_training_tasks(
-    config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], *, envs: Environments, run: RunFolder
+    config: CollectConfig | GrpoConfig,
+    tasks: list[Task],
+    experience: list[Task],
+    *,
+    envs: Environments,
+    run: RunFolder,
+    environment: str = "",
 ) -> tuple[list[Task], list[Task], LeakageAudit]:
-    """Check training tasks for leakage before anything is played, and write manifest.json and leakage.json.
+    """Check training tasks for leakage before anything is played, and write manifest.json and leakage.json, or those
+    of the named environment (`file_of`).
 
     Returns:
         The tasks to play and those whose episodes fill the bank (with `leakage.drop`, without leaking ones), and the
@@ -89,11 +103,13 @@ def isolate_training_tasks(
     manifest = Manifest.of(config.env.name, [*tasks, *experience])
     dropped = number - len(tasks) - len(experience)
     audit = audit_training(config, manifest, held_out, unchecked=unchecked, dropped=dropped)
-    manifest.write(run.path / MANIFEST)
-    run.write_json(LEAKAGE, audit.to_json())
+    manifest.write(run.path / file_of(MANIFEST, environment))
+    run.write_json(file_of(LEAKAGE, environment), audit.to_json())
     if audit.leaks:
         raise ConfigError(
-            "training on these tasks would leak. " + "; ".join(audit.leaks) + f". See {run.path / LEAKAGE}. "
+            "training on these tasks would leak. "
+            + "; ".join(audit.leaks)
+            + f". See {run.path / file_of(LEAKAGE, environment)}. "
             "Choose another split, leave the shared tasks out (leakage.drop=true), or name the splits you will "
             "evaluate on: leakage.held_out=[...]"
         )
@@ -190,22 +206,21 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
 
 
 def copy_rows_manifest(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
-    """Copy manifest and verdict of the rows into the run folder, merged for several folders.
-
-    Raises:
-        ConfigError: the rows are of several benchmarks.
-    """
-    runs = [folder.parent for folder in rows]
-    if len(runs) > 1:
-        _record_together(run, runs)
-    else:
-        for name in (MANIFEST, LEAKAGE):
-            if (runs[0] / name).is_file():
-                shutil.copyfile(runs[0] / name, run.path / name)
+    """Copy manifest and verdict of the rows into the run folder: merged for several folders of a benchmark, and for
+    each of several benchmarks under its name (`file_of`)."""
+    benchmarks = rows_by_environment(rows)
+    for name, folders in benchmarks.items():
+        runs, environment = [folder.parent for folder in folders], name if len(benchmarks) > 1 else ""
+        if len(runs) > 1:
+            _record_together(run, runs, environment)
+            continue
+        for file in (MANIFEST, LEAKAGE):
+            if (runs[0] / file).is_file():
+                shutil.copyfile(runs[0] / file, run.path / file_of(file, environment))
     run.record(leakage={"problems": list(problems), "allowed": bool(problems)})
 
 
-def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
+def _record_together(run: RunFolder, runs: Sequence[Path], environment: str) -> None:
     """Write one merged manifest, or none if a folder lacks its own. Tasks of different seeds may share an id: both
     stay."""
     files = [folder / LEAKAGE for folder in runs]
@@ -214,25 +229,42 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
     facts = {"clean": False if False in cleans else None if None in cleans else True, "rows": audits}
     if all((folder / MANIFEST).is_file() for folder in runs):
         manifests = [Manifest.read(folder / MANIFEST) for folder in runs]
-        if len(benchmarks := sorted({manifest.benchmark for manifest in manifests})) > 1:
-            raise ConfigError(f"rows of {' and '.join(benchmarks)}: train on rows of one benchmark only")
         tasks = {(task.id, task.split, task.digest): task for manifest in manifests for task in manifest.tasks}
-        merged = Manifest(benchmarks[0], tuple(tasks[key] for key in sorted(tasks)))
-        merged.write(run.path / MANIFEST)
+        merged = Manifest(manifests[0].benchmark, tuple(tasks[key] for key in sorted(tasks)))
+        merged.write(run.path / file_of(MANIFEST, environment))
         facts["train_sha256"] = merged.sha256
-    run.write_json(LEAKAGE, facts)
+    run.write_json(file_of(LEAKAGE, environment), facts)
 
 
-def rows_environment(rows: Sequence[Path]) -> EnvSpec:
-    """Return the environment of rows, with the instructions of executor and compiler for its settings.
+def rows_by_environment(rows: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the folders of rows by the name of their environment, in order.
 
-    Rows without a manifest (`allow_leakage`) count as the household's.
+    Rows without a manifest (`allow_leakage`) count as those of the first folder that has one, else the household's.
     """
-    for folder in rows:
-        if (folder.parent / MANIFEST).is_file():
-            spec, config = find(Manifest.read(folder.parent / MANIFEST).benchmark), folder.parent / CONFIG
-            return spec.worded(settings_of(read_yaml(config)["env"])) if config.is_file() else spec
-    return find(DEFAULT)
+    named = [_benchmark(folder) for folder in rows]
+    unnamed = next(filter(None, named), DEFAULT)
+    found: dict[str, list[Path]] = {}
+    for folder, name in zip(rows, named, strict=True):
+        found.setdefault(name or unnamed, []).append(folder)
+    return found
+
+
+def rows_environments(rows: Sequence[Path]) -> dict[str, EnvSpec]:
+    """Return the environments of rows by name, with the instructions of executor and compiler for their settings (of
+    several collections in one environment, the first's)."""
+    return {name: _worded(find(name), folders) for name, folders in rows_by_environment(rows).items()}
+
+
+def _benchmark(folder: Path) -> str | None:
+    path = folder.parent / MANIFEST
+    return Manifest.read(path).benchmark if path.is_file() else None
+
+
+def _worded(spec: EnvSpec, rows: Sequence[Path]) -> EnvSpec:
+    described = next((folder.parent / CONFIG for folder in rows if _benchmark(folder)), None)
+    if described is None or not described.is_file():
+        return spec
+    return spec.worded(settings_of(read_yaml(described)["env"]))
 
 
 # -- evaluated tasks ---------------------------------------------------------------------------------------------------
@@ -273,7 +305,8 @@ def _training_verdict(config: EvalConfig, evaluated: Manifest) -> tuple[Isolatio
         return None, "no trained compiler"
     from compiler.checkpoint import run_file
 
-    found = run_file(Path(config.compiler.checkpoint), MANIFEST)
+    trained = Path(config.compiler.checkpoint)
+    found = run_file(trained, file_of(MANIFEST, config.env.name)) or run_file(trained, MANIFEST)
     if found is None:
         return None, f"no {MANIFEST} beside {config.compiler.checkpoint}: which tasks it was trained on is unknown"
     try:

@@ -64,6 +64,7 @@ class SftRow:
     reasons: tuple[str, ...] = ()
     own_scene: bool = True  # whether M held entries of the task's scene; True in rows of an older version
     teacher_level: str = "place"  # what the teacher's guidance says (`teacher_level` of collect)
+    environment: str = ""  # name; "" in rows of an older version
 
     @property
     def kind(self) -> Kind:
@@ -94,6 +95,7 @@ class SftRow:
             emission=parse(self.emission).emission,
             soft=torch.empty(n_tokens, 0) if n_tokens else None,
             first=self.first,
+            environment=self.environment,
         )
 
 

@@ -73,10 +73,17 @@ def episode_specs(
 
 
 def select_isolated_tasks(
-    config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
+    config: CollectConfig | GrpoConfig,
+    envs: Environments,
+    run: RunFolder,
+    experienced: bool = True,
+    environment: str = "",
 ) -> tuple[list[Task], list[Task]]:
-    """Select tasks as `select_tasks` does and check them for leakage. Raises: ConfigError, if they leak."""
+    """Select tasks as `select_tasks` does and check them for leakage (`environment`: as `isolate_training_tasks`).
+    Raises: ConfigError, if they leak."""
     tasks, experience = select_tasks(config, envs, config.split, experienced)
-    tasks, experience, audit = isolate_training_tasks(config, tasks, experience, envs=envs, run=run)
+    tasks, experience, audit = isolate_training_tasks(
+        config, tasks, experience, envs=envs, run=run, environment=environment
+    )
     console.print(f"  {audit.summary}")
     return tasks, experience

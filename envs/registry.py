@@ -2,9 +2,9 @@
 `Environments`, which creates them from settings."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -15,6 +15,7 @@ from envs.spec import EnvSettings, EnvSpec, ExecutorInstructions, source_sha256
 from runtime.plugins import PluginError, Registry
 from runtime.settings import did_you_mean
 
+T = TypeVar("T")
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
 _ALL = Registry(
@@ -96,6 +97,11 @@ def command_reader_for(settings: EnvSettings) -> CommandReader:
     return find(settings.name).reader
 
 
+def of_environments(told: Mapping[str, T]) -> T | Mapping[str, T]:
+    """Return what models are told of the environments of a run: by name, or of the only one."""
+    return next(iter(told.values())) if len(told) == 1 else told
+
+
 def evaluation_split(settings: EnvSettings) -> str:
     """Return the default split of evaluations."""
     return find(settings.name).splits(settings).evaluation
@@ -173,3 +179,8 @@ class Environments:
             return env.tasks(split)
         finally:
             env.close()
+
+
+def leases(envs: Mapping[str, Environments]) -> Callable[[], Environment] | Mapping[str, Callable[[], Environment]]:
+    """Return what creates the environments of episodes: by name, or of the only one."""
+    return of_environments({name: one.lease for name, one in envs.items()})

@@ -75,11 +75,14 @@ class ModelCache:
             trained = remote.about()
             warn_about_executor_inputs(trained.get("executor_reads"), config.executor, str(config.compiler.url))
             warn_about_compiler_inputs(trained.get("compiler_reads"), config.compiler, str(config.compiler.url))
-            if (served := trained.get("environment")) != config.env.name:
+            served = trained.get("environments") or ()
+            if len(served) > 1:
+                remote.environment = config.env.name
+            if config.env.name not in served:
                 log.warning(
                     "the service at %s has the instructions of %s, this run plays %s: serve with env=%s",
                     config.compiler.url,
-                    served,
+                    " and ".join(served) or "no environment",
                     config.env.name,
                     config.env.name,
                 )
@@ -118,7 +121,8 @@ def _executor_key(config: EvalConfig) -> object:
 
 def _compiler_key(config: EvalConfig) -> object:
     seed = config.seed if config.compiler.temperature else 0
-    return config.compiler, config.executor, seed, compiler_instructions_for(config.env)
+    named = config.env.name if config.compiler.engine == "http" else ""  # in requests, if the service has several
+    return config.compiler, config.executor, seed, compiler_instructions_for(config.env), named
 
 
 def needs_checkpoint(config: EvalConfig) -> list[str]:

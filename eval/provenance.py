@@ -74,12 +74,12 @@ def identity_of_models(
 
 
 def training_of(config: EvalConfig) -> dict[str, Any] | None:
-    """Return the checkpoint of the compiler, the benchmark of its training, and whether that was with soft tokens and
+    """Return the checkpoint of the compiler, the benchmarks of its training, and whether that was with soft tokens and
     Brief State; None without a trained compiler in this process."""
     if config.compiler.engine == "http" or not any(find(name).needs_checkpoint for name in config.deliveries):
         return None
-    state = checkpoint.read_state(checkpoint.find(Path(str(config.compiler.checkpoint))))
-    on = {"environment": state.get("environment"), "stage": state.get("stage")}
+    state = checkpoint.read_state(found := checkpoint.find(Path(str(config.compiler.checkpoint))))
+    on = {"environment": " and ".join(checkpoint.environments(found)) or None, "stage": state.get("stage")}
     return {"checkpoint": config.compiler.checkpoint, **on, **{k: state.get(k, True) for k in ("soft", "brief_state")}}
 
 

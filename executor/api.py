@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.prompt import ExecutorRequest, executor_chat
+from executor.prompt import ExecutorRequest, Rules, executor_chat, rules_of
 from executor.records import PAPER_VIEW, Action, ExecutorView, ground
 from lm.endpoint import Endpoint, user_message
 from lm.prompt import ChatTurn
@@ -27,7 +27,7 @@ class ApiExecutor:
     def __init__(
         self,
         endpoint: Endpoint,
-        instructions: str = "",
+        instructions: Rules = "",
         max_new_tokens: int = 64,
         role: str = "executor",
         reads: ExecutorView = PAPER_VIEW,
@@ -54,7 +54,10 @@ class ApiExecutor:
         image = request.image if self.sees_images else None
         past = tuple(replace(turn, compiled=replace(turn.compiled, soft=None)) for turn in request.past)
         plain = replace(request, image=image, past=past, delivered=replace(request.delivered, soft=None))
-        return [_message(turn) for turn in executor_chat(plain, self.instructions, self.reads.commands)]
+        return [
+            _message(turn)
+            for turn in executor_chat(plain, *rules_of(self.instructions, request.environment, self.reads.commands))
+        ]
 
 
 def _message(turn: ChatTurn) -> Message:

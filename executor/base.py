@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from configs.models import ExecutorMode
+from envs.spec import ExecutorInstructions
 from executor.decoding import CommandWalk
-from executor.prompt import ExecutorRequest, executor_chat
+from executor.prompt import ExecutorRequest, Rules, executor_chat, rules_of
 from executor.records import PAPER_VIEW, Action, ExecutorView, Grounding, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
 from lm.reply_cleaning import clean_reply
@@ -42,7 +43,7 @@ class TokenExecutor:
     def __init__(
         self,
         encoder: PromptEncoder,
-        instructions: str = "",
+        instructions: Rules = "",
         max_new_tokens: int = 64,
         images: bool = True,
         temperature: float = 0.0,
@@ -54,6 +55,10 @@ class TokenExecutor:
         self.sees_images, self.max_new_tokens = encoder.is_vlm and images, max_new_tokens
         self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
         self.reads = reads
+
+    def rules(self, request: ExecutorRequest) -> ExecutorInstructions:
+        """Return the instructions of the request's environment, and whether its commands are listed below them."""
+        return rules_of(self.instructions, request.environment, self.reads.commands)
 
     def encode(self, request: ExecutorRequest) -> Prompt:
         """Encode a request, without its picture if the executor does not see.
@@ -71,7 +76,7 @@ class TokenExecutor:
         return replace(prompt, turns_dropped=shown.dropped)
 
     def _encode(self, request: ExecutorRequest) -> Prompt:
-        prompt = self.encoder.encode_chat(executor_chat(request, self.instructions, self.reads.commands))
+        prompt = self.encoder.encode_chat(executor_chat(request, *self.rules(request)))
         if prompt.ids.count(self.placeholder) != request.n_soft:  # ordinary text produces the token
             raise ValueError(f"ordinary text contains the memory token {self.placeholder_text}: set memory_token")
         soft = [block.soft for block in request.blocks if isinstance(block.soft, Tensor)]

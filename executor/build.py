@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from configs.load import ConfigError
 from configs.models import ExecutorConfig, model_path
 from envs.spec import ExecutorInstructions
+from executor.prompt import Rules
 from executor.records import ExecutorView
 from runtime.progress import disable_library_progress_bars
 
@@ -24,8 +27,11 @@ AnyExecutor: TypeAlias = (
     "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | ScriptedPlanner | ProgramExecutor"
 )
 
+# The instructions of a run's environment, or of each of several by name, where requests name theirs.
+Told: TypeAlias = ExecutorInstructions | Mapping[str, ExecutorInstructions]
 
-def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cache: Path | None = None) -> AnyExecutor:
+
+def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None = None) -> AnyExecutor:
     """Load the executor on the engine of the settings.
 
     Args:
@@ -82,9 +88,7 @@ def load_executor(config: ExecutorConfig, environment: ExecutorInstructions, cac
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
-def load_frozen(
-    config: ExecutorConfig, environment: ExecutorInstructions, weights: Weights = "device"
-) -> FrozenExecutor:
+def load_frozen(config: ExecutorConfig, environment: Told, weights: Weights = "device") -> FrozenExecutor:
     """Load the executor in transformers, regardless of `engine`: training backpropagates through it. `weights`: their
     device."""
     from executor.hf import FrozenExecutor
@@ -101,21 +105,35 @@ def load_frozen(
     )
 
 
-def _common(config: ExecutorConfig, environment: ExecutorInstructions) -> dict[str, Any]:
+def _common(config: ExecutorConfig, environment: Told) -> dict[str, Any]:
     """Return the arguments that all backends with a language model take."""
-    shown = [environment.instructions] if config.instructions == "full" else []
-    if config.examples is not None:
-        shown.append(Path(config.examples).read_text(encoding="utf-8").strip())
     return {
-        "instructions": "\n\n".join(filter(None, shown)),
+        "instructions": executor_rules(config, environment),
         "max_new_tokens": config.max_new_tokens,
         "images": config.images,
         "reads": executor_view(config, environment),
     }
 
 
-def executor_view(config: ExecutorConfig, environment: ExecutorInstructions) -> ExecutorView:
-    """Return what the executor reads under these settings in this environment."""
+def executor_rules(config: ExecutorConfig, environment: Told) -> Rules:
+    """Return what the system turn says: the instructions, unless `executor.instructions` is none, and the examples.
+
+    Raises:
+        ConfigError: examples for several environments.
+    """
+    if isinstance(environment, ExecutorInstructions):
+        shown = [environment.instructions] if config.instructions == "full" else []
+        if config.examples is not None:
+            shown.append(Path(config.examples).read_text(encoding="utf-8").strip())
+        return "\n\n".join(filter(None, shown))
+    if config.examples is not None:
+        raise ConfigError(f"executor.examples are of one environment, and this run has {' and '.join(environment)}")
+    told = environment if config.instructions == "full" else {name: ExecutorInstructions("") for name in environment}
+    return dict(told)
+
+
+def executor_view(config: ExecutorConfig, environment: Told) -> ExecutorView:
+    """Return what the executor reads under these settings in this environment, or in several."""
     return ExecutorView(
         context=config.context,
         past_guidance=config.past_guidance == "kept",
@@ -126,5 +144,5 @@ def executor_view(config: ExecutorConfig, environment: ExecutorInstructions) -> 
         history=config.history,
         first_view=config.first_view,
         goal_last=config.goal_last,
-        commands=environment.lists_commands,
+        commands=isinstance(environment, ExecutorInstructions) and environment.lists_commands,
     )

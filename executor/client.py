@@ -37,7 +37,7 @@ from torch import Tensor
 from configs.models import EXECUTOR_KEY, ExecutorMode
 from executor.base import TokenExecutor
 from executor.decoding import follow
-from executor.prompt import ExecutorRequest
+from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings, load_encoder
 from lm.endpoint import content_part
@@ -85,7 +85,7 @@ class RemoteExecutor(TokenExecutor):
         name: str | Path,
         dtype: torch.dtype = torch.bfloat16,
         mode: ExecutorMode = "choice",
-        instructions: str = "",
+        instructions: Rules = "",
         max_new_tokens: int = 64,
         memory_token: str = "auto",
         timeout: float = 120.0,

@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.models import ExecutorMode
 from executor.base import TokenExecutor
 from executor.decoding import FreeWalk, Walk, follow
-from executor.prompt import ExecutorRequest
+from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
@@ -39,7 +39,7 @@ class FrozenExecutor(TokenExecutor):
         self,
         backbone: Backbone,
         mode: ExecutorMode = "choice",
-        instructions: str = "",
+        instructions: Rules = "",
         max_new_tokens: int = 64,
         batch_size: int = 64,
         images: bool = True,

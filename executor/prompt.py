@@ -27,10 +27,11 @@ goal: in home 17: put a hot mug in cabinet         here instead of above (`execu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from envs.spec import ExecutorInstructions
 from lm.prompt import ChatTurn, PromptPart, chat_of
 from runtime.parsing import without_newlines
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 PICTURE_MARK = "[picture]"  # replaces a picture in recorded prompts
 DEFAULT_HISTORY = 20  # default number of actions in the prompt
 Context: TypeAlias = Literal["turns", "rebuilt"]
+# What the system turn says: the same in every environment, or by environment's name for a run that has several.
+Rules: TypeAlias = str | Mapping[str, ExecutorInstructions]
 # Ends the instructions of context `turns`, under every delivery.
 FOLLOWS = "When a message says what to do now, answer with that very command."
 PASTED, DO_NOW, SOFT = "Memory of past episodes:", "Do now: ", "Soft memory: "
@@ -86,6 +89,7 @@ class ExecutorRequest:
     context: Context = "rebuilt"
     past: tuple[Turn, ...] = ()  # context turns: the steps before this one
     dropped: int = 0  # context turns: past answers and the views after them, from the oldest, that the chat leaves out
+    environment: str = ""  # whose instructions are shown, by name; "": the executor was loaded for one
 
     @property
     def blocks(self) -> list[MemoryBlock]:
@@ -96,6 +100,24 @@ class ExecutorRequest:
     def n_soft(self) -> int:
         """Return the number of soft tokens in the prompt."""
         return sum(block.n_soft for block in self.blocks)
+
+
+def rules_of(rules: Rules, environment: str, lists_commands: bool = False) -> ExecutorInstructions:
+    """Return the instructions for an environment, and whether the commands are listed below them.
+
+    Args:
+        lists_commands: whether they are, under rules that are the same in every environment.
+
+    Raises:
+        ValueError: there are none for it.
+    """
+    if isinstance(rules, str):
+        return ExecutorInstructions(rules, lists_commands)
+    if environment not in rules:
+        raise ValueError(
+            f"an executor of {' and '.join(rules)} got a step of {environment or 'an environment without a name'}"
+        )
+    return rules[environment]
 
 
 def system_turn(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from configs.models import ExecutorMode
 from executor.base import TokenExecutor
 from executor.decoding import CommandWalk, follow
+from executor.prompt import Rules
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
@@ -57,7 +58,7 @@ class VllmExecutor(TokenExecutor):
         encoder: PromptEncoder,
         weights: Path,
         mode: ExecutorMode = "choice",
-        instructions: str = "",
+        instructions: Rules = "",
         max_new_tokens: int = 64,
         images: bool = True,
         temperature: float = 0.0,

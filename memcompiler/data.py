@@ -1,6 +1,7 @@
 """Commands for banks and rows: `bank`, `data` and `leakage`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -134,22 +135,24 @@ def data_export(
     history: Annotated[Literal["0", "1", "all"], typer.Option(help="Past commands, as compiler.history.")] = "1",
 ) -> None:
     """Export rows as TRL conversations (prompt and completion, Parquet) for `trl sft --dataset_name OUT`."""
-    from compiler.prompt import compiler_instructions
+    from compiler.prompt import system_turns
     from configs.run_folder import check_inputs
     from data_gen.conversations import export_conversations
-    from data_gen.leakage import rows_environment
+    from data_gen.leakage import rows_by_environment, rows_environments
     from data_gen.rows import load_rows, row_folders
+    from envs.registry import of_environments
     from runtime.progress import disable_library_progress_bars
 
     disable_library_progress_bars()
     folders = row_folders(rows)
     check_inputs(out, [("ROWS", folder) for folder in folders])
-    system = compiler_instructions(rows_environment(folders).compiler_instructions) if instructions else ""
-    loaded = load_rows(folders)
+    environments = {name: spec.compiler_instructions for name, spec in rows_environments(folders).items()}
+    named = rows_by_environment(folders).items()
+    loaded = [replace(row, environment=name) for name, some in named for row in load_rows(some)]
     exported = export_conversations(
         loaded,
         out,
-        instructions=system,
+        instructions=system_turns(of_environments(environments)) if instructions else "",
         images=images,
         history="all" if history == "all" else 1 if history == "1" else 0,
         held_out=held_out,

@@ -85,8 +85,8 @@ def _run_settings(found: Path) -> dict[str, Any]:
 
 
 def _environment(found: Path) -> dict[str, str]:
-    name = checkpoint.environment(found)
-    return {"env": name} if name is not None else {}
+    names = checkpoint.environments(found)
+    return {"env": names[0]} if names else {}
 
 
 def _shared_settings(path: Path) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def vault(nothing_known: None) -> None:
 @pytest.mark.slow
 def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_path: Path) -> None:
     from compiler import checkpoint
-    from data_gen.leakage import rows_environment
+    from data_gen.leakage import rows_environments
     from eval.evaluate import run_eval
     from eval.provenance import sha256
     from lm.device import device_of
@@ -143,11 +143,11 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     assert json.loads((tmp_path / "collect" / "leakage.json").read_text())["verdict"]["benchmark"] == "vault"
 
     rows = str(tmp_path / "collect" / "rows")
-    assert rows_environment([Path(rows)]) is VAULT
+    assert rows_environments([Path(rows)]) == {"vault": VAULT}
     sft = {**MODELS, "rows": rows, "max_steps": 2, "latent": "none"}
     train_sft(SftConfig.model_validate(sft), tmp_path / "sft")
     assert len((tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert checkpoint.environment(checkpoint.find(tmp_path / "sft")) == "vault"
+    assert checkpoint.environments(checkpoint.find(tmp_path / "sft")) == ("vault",)
 
     asked = {
         "env": {"name": "vault", "rooms": 2},

@@ -88,10 +88,15 @@ class HeldOutTasks:
             "success": sum(e.success for e in valid),
             "steps": sum(len(e.steps) for e in valid),
         }
+        environments = sorted({spec.environment for spec in self.specs} - {""})  # of several
+        for name in environments:
+            own = [episode.success for episode in valid if episode.environment == name]
+            sums |= {f"success_{name}": sum(own), f"valid_{name}": len(own)}
         total = distributed.total({name: float(value) for name, value in sums.items()})
-        mean = lambda name: total[name] / total["valid"] if total["valid"] else float("nan")
+        mean = lambda name, of="valid": total[name] / total[of] if total[of] else float("nan")
         return {
             "eval_success": mean("success"),
+            **{f"eval_success_{name}": mean(f"success_{name}", f"valid_{name}") for name in environments},
             "eval_episode_steps": mean("steps"),
             "eval_failures": total["failures"],
         }

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,19 +40,12 @@ from agent.episode import EpisodeLimits, EpisodeSpec
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs, warn_about_executor_inputs
+from compiler.checkpoint import environment_facts
 from compiler.gate import CompileGate, copy_gate, gate_for
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
-from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.experience import bank_facts, open_experience_bank
-from data_gen.held_out import split_held_out_specs
-from data_gen.leakage import MANIFEST
-from data_gen.memory_factory import open_memory
-from data_gen.recall_mix import recall_mix
-from data_gen.tasks import select_isolated_tasks
-from envs.manifest import Manifest
-from envs.registry import Environments, compiler_instructions_for, executor_instructions_for
+from envs.registry import Environments, leases
 from executor.base import TokenExecutor
 from executor.build import load_executor
 from executor.hf import FrozenExecutor
@@ -60,6 +53,7 @@ from executor.records import Executor
 from training import distributed
 from training.backend import BACKENDS
 from training.evaluation import HeldOutTasks, eval_decoding
+from training.grpo_tasks import by_environment, hold_out_of_each, told_to_compiler, told_to_executor, training_specs
 from training.metrics import Totals, mismatch_lines, progress_line, rollout_means, rollout_rows, token_means
 from training.policy import Policy, WeightedSample, token_weights
 from training.ray_engines import RayEngines, ray_compiler, ray_executor
@@ -114,11 +108,11 @@ def run_trainer(
             engines.report({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
 
         # Data
-        envs = stack.enter_context(Environments(config.env))
+        envs = {part.env.name: stack.enter_context(Environments(part.env)) for part in config.parts}
         specs, facts = training_specs(config, envs, run, out)
         held: list[EpisodeSpec] = []
         if config.evaluation.tasks:
-            specs, held = split_held_out_specs(specs, config.evaluation.tasks, config.seed)
+            specs, held = hold_out_of_each(specs, config.evaluation.tasks, config.seed)
             if run is not None:
                 run.write_json(HELD_OUT, {"played": sorted(spec.task.id for spec in held)})
 
@@ -130,7 +124,7 @@ def run_trainer(
             config.compiler,
             executor,
             seed=config.seed,
-            instructions=compiler_instructions_for(config.env),
+            instructions=told_to_compiler(config),
             weights=location,
         )
         if config.compiler.checkpoint and run is not None:
@@ -145,7 +139,7 @@ def run_trainer(
             held_out_tasks = HeldOutTasks(config.evaluation, player, held, eval_decoding(config.compiler))
         played = find_delivery(config.delivery)
         without = {name: False for name in ("soft", "brief_state") if not getattr(played, name)}
-        facts |= {"environment": config.env.name, **without}
+        facts |= environment_facts(list(envs)) | without
         trainer = GrpoTrainer(
             config=config,
             compiler=compiler,
@@ -172,27 +166,10 @@ def run_trainer(
 # -- tasks, models and engines -----------------------------------------------------------------------------------------
 
 
-def training_specs(
-    config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Path
-) -> tuple[list[EpisodeSpec], dict[str, Any]]:
-    """Choose the training tasks with their memories, and return facts of the bank for checkpoints. Rank 0, which has
-    the run folder, checks the tasks and fills the bank; the others read both."""
-    if run is not None:
-        tasks, experience = select_isolated_tasks(config, envs, run)
-        bank = open_experience_bank(config, envs, experience, out)
-        distributed.barrier()
-    else:
-        distributed.barrier()
-        ids = Manifest.read(out / MANIFEST).ids
-        tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in ids]
-        bank = open_memory(config.memory, out / "bank", config.env.name)
-    return recall_mix(config).specs(tasks, bank, config.memory), bank_facts(config, bank)
-
-
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:
     """Load the executor that acts and the one that the trainer holds: two only if engines act, and the trainer needs
     the gradient of its own."""
-    environment = executor_instructions_for(config.env)
+    environment = told_to_executor(config)
     if engines is None or not engines.executors:
         executor = load_executor(config.executor, environment)
         return executor, executor
@@ -202,7 +179,7 @@ def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tup
 
 def rollout_engine(
     config: GrpoConfig,
-    envs: Environments,
+    envs: Mapping[str, Environments],
     executor: Executor,
     engines: RayEngines | None = None,
     gate: CompileGate | None = None,
@@ -212,10 +189,15 @@ def rollout_engine(
     if engines is not None and engines.compilers:
         served = ray_compiler(engines, distributed.rank())
     elif config.compiler.engine == "vllm":
-        served = load_served_compiler(config.compiler, config.seed, compiler_instructions_for(config.env))
+        served = load_served_compiler(config.compiler, config.seed, told_to_compiler(config))
     limits = EpisodeLimits(config.max_steps, config.seed)
     return RolloutEngine(
-        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, gate=gate
+        make_env=leases(envs),
+        executor=executor,
+        limits=limits,
+        concurrency=config.concurrency,
+        served=served,
+        gate=gate,
     )
 
 
@@ -274,6 +256,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
                 f"only {episodes} episodes, some none: set tasks or group_size higher, or start fewer processes"
             )
         self.config, self.executor, self.engine, self.specs = config, executor, engine, list(specs)
+        self.environments = [group[0].environment for group in by_environment(specs) if group[0].environment]
         hash = distributed.once_per_node(executor.hash)
         super().__init__(
             config,
@@ -320,7 +303,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
             "seconds_update": time.perf_counter() - rolled,
         }
         self.step += 1
-        metrics = {"update": float(self.step), **rollout_means(groups), **learned, **seconds}
+        metrics = {"update": float(self.step), **rollout_means(groups, self.environments), **learned, **seconds}
         metrics["staleness"] = float(update - rollout.weight_version)
         if self.held_out_tasks is not None and self.plays_after(self.step):
             self._sync_sampler()
@@ -331,10 +314,14 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
     # -- rollouts ------------------------------------------------------------------------------------------------------
 
     def specs_of(self, update: int) -> list[EpisodeSpec]:
-        """Return the tasks of an update; every pass over all tasks is a new permutation."""
-        positions = range(update * self.config.tasks, (update + 1) * self.config.tasks)
-        turns = [divmod(position, len(self.specs)) for position in positions]
-        return [self.specs[permutation(len(self.specs), self.config.seed, epoch)[i]] for epoch, i in turns]
+        """Return the tasks of an update: environments take turns, and every pass over the tasks of one is a new
+        permutation."""
+        groups, chosen = by_environment(self.specs), list[EpisodeSpec]()
+        for position in range(update * self.config.tasks, (update + 1) * self.config.tasks):
+            turn, at = divmod(position, len(groups))
+            epoch, i = divmod(turn, len(groups[at]))
+            chosen.append(groups[at][permutation(len(groups[at]), self.config.seed, epoch)[i]])
+        return chosen
 
     def _prepare_rollout(self, update: int) -> Callable[[], Rollout]:
         """Fix weights and random numbers of an update's rollouts, and return the function that plays them, here or in

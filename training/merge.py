@@ -16,7 +16,7 @@ from compiler.gate import copy_gate
 from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG
-from data_gen.leakage import MANIFEST
+from data_gen.leakage import MANIFEST, file_of
 from runtime.store import atomic_folder
 
 OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that identify the base
@@ -43,8 +43,9 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
         checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
         state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        if (manifest := checkpoint.run_file(found, MANIFEST)) is not None:  # training tasks, for later leakage checks
-            shutil.copy(manifest, folder / MANIFEST)
+        for name in ("", *checkpoint.environments(found)):  # training tasks, for later leakage checks
+            if (manifest := checkpoint.run_file(found, file_of(MANIFEST, name))) is not None:
+                shutil.copy(manifest, folder)
         copy_gate(str(found), folder)
     return out
 

@@ -93,9 +93,13 @@ def token_means(totals: Totals) -> dict[str, float]:
     return means
 
 
-def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
+def rollout_means(groups: Sequence[Group], environments: Sequence[str] = ()) -> dict[str, float]:
     """Compute means over the update's episodes of all ranks: success, failures, emissions, seconds. A group split over
-    ranks counts once. Every rank must call it."""
+    ranks counts once. Every rank must call it.
+
+    Args:
+        environments: names of several environments, for the success in each.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
     valid = [episode for group in groups for episode in group.valid]
     steps = [step for episode in valid for step in episode.steps]
@@ -121,14 +125,19 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
             for short, name in (("env", "environment"), ("compiler", "compiler"), ("executor", "executor"))
         },
     }
+    for name in environments:
+        mine = [episode.success for episode in valid if episode.environment == name]
+        local |= {f"success_{name}": sum(mine), f"counted_{name}": len(mine)}
     total = distributed.total({name: float(value) for name, value in local.items()})
     per = {"reward": "counted", "success": "counted", "group_variance": "groups", "zero_variance_fraction": "groups"}
+    per |= {f"success_{name}": f"counted_{name}" for name in environments}
     per |= {name: "steps" for name in total if name.endswith("_rate") or name.startswith("emission_")}
     means = {name: value / max(1.0, total[per[name]]) if name in per else value for name, value in total.items()}
     means["episode_steps"] = total["steps"] / max(1.0, total["counted"])
     if torch.cuda.is_available():
         means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return {name: value for name, value in means.items() if name not in ("counted", "groups")}
+    hidden = {"counted", "groups", *(f"counted_{name}" for name in environments)}
+    return {name: value for name, value in means.items() if name not in hidden}
 
 
 def rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -136,6 +145,7 @@ def rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {
             "update": update,
+            **({"environment": episode.environment} if episode.environment else {}),
             "task": episode.task_id,
             "family": episode.family,
             "success": episode.success,

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
+from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig, model_path
 from configs.training import Placement
-from envs.spec import ExecutorInstructions
 from executor.base import TokenExecutor
-from executor.build import executor_view, load_executor
+from executor.build import Told, executor_rules, executor_view, load_executor
 from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from lm.vllm import engine_trouble
@@ -80,7 +80,7 @@ class CompilerEngine:
         self,
         config: CompilerConfig,
         seed: int,
-        instructions: str,
+        instructions: Instructions,
         fetch: Callable[[Any], Mapping[str, bytes]] | None = None,
     ) -> None:
         self._is_vllm = config.engine == "vllm"
@@ -135,7 +135,7 @@ class CompilerEngine:
 class ExecutorEngine:
     """Scores and generates actions; its clients encode prompts and choose."""
 
-    def __init__(self, config: ExecutorConfig, environment: ExecutorInstructions) -> None:
+    def __init__(self, config: ExecutorConfig, environment: Told) -> None:
         executor = load_executor(config, environment)
         assert isinstance(executor, TokenExecutor)
         self._executor, self._batch_size = executor, config.batch_size if config.engine == "hf" else sys.maxsize
@@ -382,12 +382,12 @@ class RayCompiler:
 class RayExecutor(TokenExecutor):
     """Client of executor engines. Encodes prompts and samples actions itself, so that calls can be retried."""
 
-    def __init__(self, config: ExecutorConfig, environment: ExecutorInstructions, pool: EnginePool) -> None:
+    def __init__(self, config: ExecutorConfig, environment: Told, pool: EnginePool) -> None:
         self._name, self._revision, self._pool = model_path(config.model), config.revision, pool
         encoder = load_encoder(self._name, config.memory_token, config.revision, config.chat_template)
         super().__init__(
             encoder,
-            environment.instructions if config.instructions == "full" else "",
+            executor_rules(config, environment),
             max_new_tokens=config.max_new_tokens,
             images=config.images,
             temperature=config.temperature,
@@ -443,9 +443,7 @@ def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
     return RayCompiler(pool, ray.put)
 
 
-def ray_executor(
-    config: ExecutorConfig, environment: ExecutorInstructions, engines: RayEngines, trainer: int
-) -> RayExecutor:
+def ray_executor(config: ExecutorConfig, environment: Told, engines: RayEngines, trainer: int) -> RayExecutor:
     """Create a trainer's client of the executor engines."""
     pool = EnginePool(
         ray=import_ray(),

@@ -21,7 +21,6 @@ from rich.console import Console
 from configs.load import ConfigError
 from configs.run_folder import check_run
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig
-from envs.registry import compiler_instructions_for, executor_instructions_for
 from runtime.cluster import ClusterError, ray_cluster, require_ray
 from runtime.lock import FolderLock
 from runtime.ray_actors import (
@@ -33,6 +32,7 @@ from runtime.ray_actors import (
     torchrun_variables,
 )
 from runtime.store import JsonLines
+from training.grpo_tasks import told_to_compiler, told_to_executor
 from training.ray_engines import CompilerEngine, ExecutorEngine, RayEngines, Report
 from training.ray_placement import ClusterLayout, RoleLayout, plan_layout
 
@@ -188,11 +188,9 @@ def _start_engines(group: ProcessGroup, config: GrpoConfig, layout: ClusterLayou
         CompilerEngine,
         _with_layout(config.compiler, layout.compilers),
         config.seed,
-        compiler_instructions_for(config.env),
+        told_to_compiler(config),
     )
-    executor = partial(
-        ExecutorEngine, _with_layout(config.executor, layout.executors), executor_instructions_for(config.env)
-    )
+    executor = partial(ExecutorEngine, _with_layout(config.executor, layout.executors), told_to_executor(config))
     for role, make in (("compiler", compiler), ("executor", executor)):
         group.start(role, ObjectActor, config.placement.restarts, pickle.dumps(make))
     for role in ("compiler", "executor"):

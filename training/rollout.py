@@ -6,7 +6,7 @@ their log-probabilities. All samples of an episode have the episode's advantage 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from agent.deliveries import COMPILED, find
-from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
+from agent.episode import EpisodeLimits, EpisodeSpec, MakeEnvironment, run_episodes
 from agent.records import Episode, StepRecord
 from compiler.checkpoint import save_weights
 from compiler.gate import CompileGate
 from compiler.hf import MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest, Decoding
-from envs.base import Environment
 from executor.records import Executor
 from lm.prompt import Prompt
 from runtime.attempts import CAUSE_LENGTH
@@ -158,7 +157,7 @@ class RolloutPolicy(Protocol):
 class RolloutEngine:
     """Plays episodes with the compiler's current weights, by the compiler itself or by `served`."""
 
-    make_env: Callable[[], Environment]
+    make_env: MakeEnvironment
     executor: Executor
     limits: EpisodeLimits
     concurrency: int = 64

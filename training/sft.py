@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from agent.episode import EpisodeLimits
+from agent.episode import EpisodeLimits, EpisodeSpec
 from compiler.build import load_compiler, measured_std
+from compiler.checkpoint import environment_facts
 from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen.held_out import rows_environment_settings, select_held_out_specs
-from data_gen.leakage import copy_rows_manifest, rows_environment
-from envs.registry import Environments
+from data_gen.held_out import rows_environment_settings, select_held_out_specs, shares
+from data_gen.leakage import copy_rows_manifest, rows_by_environment, rows_environments
+from envs.registry import Environments, leases, of_environments
 from envs.spec import EnvSpec
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
@@ -82,10 +84,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
     with distributed.group(), ExitStack() as stack:
         # Data
         data = SftData.load(config)
-        envs, specs = None, []
-        if n := config.evaluation.tasks:
-            envs = stack.enter_context(Environments(rows_environment_settings(data.folders)))
-            specs = select_held_out_specs(data.validation_tasks(), n, config.seed, envs)
+        envs, specs = held_out_episodes(data, config, stack)
         if (run := create_run(config, out, on_exists)) is not None:
             stack.enter_context(run)
             copy_rows_manifest(run, data.folders, data.leaks)
@@ -95,7 +94,6 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
                 run.write_json(HELD_OUT, {"rows": len(data.validation), "tasks": tasks, **played})
 
         # Models
-        env_spec = rows_environment(data.folders)
         if config.executor.first_view and not any(part.has_first_observations for part in data.parts):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         if config.executor.context == "turns" and not all(part.has_past_views for part in data.parts):
@@ -103,12 +101,13 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
                 "the executor reads past views (executor.context=turns), which rows of an older version lack: collect "
                 "anew, or use executor.context=rebuilt"
             )
-        compiler, executor = load_models(config, env_spec)
+        environments = rows_environments(data.folders)
+        compiler, executor = load_models(config, environments)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
         held_out_tasks = None
-        if envs is not None:
-            engine = RolloutEngine(envs.lease, executor, EpisodeLimits(config.evaluation.max_steps, config.seed))
+        if envs:
+            engine = RolloutEngine(leases(envs), executor, EpisodeLimits(config.evaluation.max_steps, config.seed))
             held_out_tasks = HeldOutTasks(config.evaluation, engine, specs, eval_decoding(config.compiler))
         trainer = SftTrainer(
             config=config,
@@ -116,7 +115,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             executor=executor,
             rows=Subset(data.rows, data.training),
             out=out,
-            facts={"environment": env_spec.name, **data.bank_versions(), **_ablations(config), **skipped},
+            facts=environment_facts(list(environments)) | data.bank_versions() | _ablations(config) | skipped,
             validation_rows=Subset(data.rows, data.validation),
             held_out_tasks=held_out_tasks,
         )
@@ -132,19 +131,40 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
 # -- models and rows ---------------------------------------------------------------------------------------------------
 
 
-def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, FrozenExecutor]:
-    """Load both models. If the backend slices them, rank 0 loads weights into host memory, and the others have none
-    until the backend distributes them."""
+def held_out_episodes(
+    data: SftData, config: SftConfig, stack: ExitStack
+) -> tuple[dict[str, Environments], list[EpisodeSpec]]:
+    """Open the environments of the rows by name, and choose the held-out tasks to play, as many of each; none without
+    evaluation."""
+    if not (n := config.evaluation.tasks):
+        return {}, []
+    held, by_name = data.validation_tasks(), rows_by_environment(data.folders)
+    envs, specs = dict[str, Environments](), list[EpisodeSpec]()
+    for (name, folders), share in zip(by_name.items(), shares(n, len(by_name)), strict=True):
+        envs[name] = stack.enter_context(Environments(rows_environment_settings(folders)))
+        found = select_held_out_specs({folder: held[folder] for folder in folders}, share, config.seed, envs[name])
+        specs += [replace(spec, environment=name if len(by_name) > 1 else "") for spec in found]
+    return envs, specs
+
+
+def load_models(config: SftConfig, environments: Mapping[str, EnvSpec]) -> tuple[MemoryCompiler, FrozenExecutor]:
+    """Load both models with the instructions of the rows' environments.
+
+    If the backend slices them, rank 0 loads weights into host memory, and the others have none until the backend
+    distributes them."""
     location = weights_location(config.backend)
     # Without the soft channel the executor is not part of the step, and is not sliced.
-    executor = load_frozen(config.executor, spec.executor_instructions, location if config.soft else "device")
+    executor = load_frozen(
+        config.executor,
+        of_environments({name: spec.executor_instructions for name, spec in environments.items()}),
+        location if config.soft else "device",
+    )
     settings = config.compiler
     if location != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
         emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
         settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
-    return load_compiler(
-        settings, executor, seed=config.seed, instructions=spec.compiler_instructions, weights=location
-    ), executor
+    told = of_environments({name: spec.compiler_instructions for name, spec in environments.items()})
+    return load_compiler(settings, executor, seed=config.seed, instructions=told, weights=location), executor
 
 
 def exclude_bad_rows(

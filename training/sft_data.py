@@ -18,10 +18,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from agent.records import compile_request, executor_request
 from compiler.hf import MemoryCompiler
 from compiler.language import parse
-from compiler.prompt import compiler_parts, pictures_of
+from compiler.prompt import compiler_parts, instructions_of, pictures_of
 from configs.training import SftConfig
 from data_gen.dataset import compiler_text
-from data_gen.leakage import check_rows
+from data_gen.leakage import check_rows, rows_by_environment
 from data_gen.rows import SftRow, SftRowDataset, row_folders, split_row_indices, without_brief_state
 from executor.hf import FrozenExecutor
 from executor.prompt import executor_chat
@@ -59,17 +59,28 @@ class SftData:
     def load(cls, config: SftConfig) -> SftData:
         """Open the rows, check them for leakage, and hold out whole tasks. Raises: ConfigError."""
         folders = row_folders(config.rows)
-        edit = None if config.brief_state else without_brief_state
-        data = cls(folders, [SftRowDataset(folder, edit) for folder in folders])
+        by_name = rows_by_environment(folders)
+        environment = {folder: name for name, some in by_name.items() for folder in some}
+        edits = [functools.partial(_edited, environment[folder], config.brief_state) for folder in folders]
+        data = cls(folders, [SftRowDataset(folder, edit) for folder, edit in zip(folders, edits, strict=True)])
         for folder, part in zip(folders, data.parts, strict=True):
             data.leaks += check_rows(folder, part.tasks, config.allow_leakage)
-        data.training, data.validation = split_row_indices(data.tasks, config.validation.share, config.seed)
+        named = [environment[folder] for folder, part in zip(folders, data.parts, strict=True) for _ in part.tasks]
+        for name in by_name:  # whole tasks of each environment
+            rows = [i for i, of in enumerate(named) if of == name]
+            parts = split_row_indices([data.tasks[i] for i in rows], config.validation.share, config.seed)
+            training, validation = ([rows[i] for i in part] for part in parts)
+            data.training, data.validation = sorted(data.training + training), sorted(data.validation + validation)
         return data
 
     def validation_tasks(self) -> dict[Path, set[str]]:
         """Return the held-out tasks by their collection's folder."""
-        names = {self.tasks[i] for i in self.validation}
-        return {folder: names.intersection(part.tasks) for folder, part in zip(self.folders, self.parts, strict=True)}
+        held: dict[Path, set[str]] = {}
+        validation, start = set(self.validation), 0
+        for folder, part in zip(self.folders, self.parts, strict=True):
+            held[folder] = {task for i, task in enumerate(part.tasks, start) if i in validation}
+            start += len(part)
+        return held
 
     def bank_versions(self) -> dict[str, Any]:
         """Return the bank version of the collection; of several collections a list, in order."""
@@ -78,6 +89,11 @@ class SftData:
         if len(versions) > 1:
             return {"bank_versions": versions}
         return {"bank_version": versions[0]} if versions[0] is not None else {}
+
+
+def _edited(environment: str, brief_state: bool, row: SftRow) -> SftRow:
+    named = replace(row, environment=environment)
+    return named if brief_state else without_brief_state(named)
 
 
 # -- examples and batches ----------------------------------------------------------------------------------------------
@@ -253,8 +269,8 @@ class RowCheck:
         step = replace(row, image=None, memory_images=()).step_input(compiler.n_tokens if self._soft else 0)
         request = executor_request(step, executor)
         texts = [part.text for part in compiler_parts(compile_request(step), images=False, history=compiler.history)]
-        compiled = [compiler.instructions, *texts, row.emission]
-        chat = executor_chat(request, executor.instructions, executor.reads.commands)
+        compiled = [instructions_of(compiler.instructions, row.environment), *texts, row.emission]
+        chat = executor_chat(request, *executor.rules(request))
         acted = [part.text + " " * part.soft for turn in chat for part in turn.parts] + [row.action]
         limits = compiler.context, executor.context if self._soft else None
         most = (

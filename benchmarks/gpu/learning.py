@@ -91,7 +91,7 @@ def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup
     where = [f"{role}.device={device}" for role in ("compiler", "executor")]
     more = [f"max_steps={STEPS[setup.size]}", "save_every=1000000", "loader_workers=0"]
     config = load_config(SftConfig, "sft/quickstart", [*where, *more])
-    compiler, executor = load_models(config, find("household"))
+    compiler, executor = load_models(config, {"household": find("household")})
     return SftTrainer(config, compiler, executor=executor, rows=rows, out=folder)
 
 

@@ -16,6 +16,7 @@ import hmac
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs
 from compiler.client import CompileBody, CompileReply, Timings
+from compiler.prompt import Instructions
 from compiler.records import Compilation
 from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
@@ -59,6 +61,7 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
             call = _Call(service, request, key)
             compiler = service.check_ready()
             sent = await call.body()
+            _check_environment(sent.environment, service.about.get("environments", ()))
             job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
             compilation = await call.result(job)
             times = Timings(queue=job.queue_s, compile=job.compile_s)
@@ -138,6 +141,13 @@ class _Call:
             pass
 
 
+def _check_environment(name: str, known: Sequence[str]) -> None:
+    """Check the environment of a request. Raises: Refusal, if the service has no instructions for it, or those of
+    several and the request names none."""
+    if known and name not in known if name else len(known) > 1:
+        raise Refusal(422, f"environment: must be one of {', '.join(known)}")
+
+
 def _same(header: str, expected: str) -> bool:
     """Compare a header, whose bytes were read as Latin-1, with a text in constant time."""
     return hmac.compare_digest(header.encode("latin-1"), expected.encode())
@@ -168,13 +178,14 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     found = checkpoint.find(Path(config.compiler.checkpoint))
-    environment = config.env or checkpoint.environment(found)
-    instructions = find(environment).compiler_instructions if environment else ""
+    environments = (config.env,) if config.env else checkpoint.environments(found)
+    told = {name: find(name).compiler_instructions for name in environments}
+    instructions = told if len(told) > 1 else next(iter(told.values()), "")
     warn_about_compiler_inputs(checkpoint.compiler_inputs(found), config.compiler, str(found))
     about = {
         "executor_reads": checkpoint.executor_inputs(found),
         "compiler_reads": config.compiler.reading,
-        "environment": environment,
+        "environments": list(environments),
     }
     weights = checkpoint.sha256(found)
     service = CompilerService(lambda: _load(config, instructions), config, weights, about)
@@ -188,7 +199,7 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         raise service.failure
 
 
-def _load(config: ServeConfig, instructions: str) -> TokenCompiler:
+def _load(config: ServeConfig, instructions: Instructions) -> TokenCompiler:
     if config.compiler.engine == "vllm":
         return load_served_compiler(config.compiler, config.seed, instructions)
     return load_compiler(config.compiler, None, config.seed, instructions)  # a checkpoint needs no executor

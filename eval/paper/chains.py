@@ -24,10 +24,11 @@ def chain_in(folder: Path) -> Chain | None:
 
 
 def default_chains() -> list[Chain]:
-    """Return the chains in `runs/`, and the shipped ones that were not started there."""
+    """Return the chains in `runs/`, and the shipped ones of one benchmark that were not started there."""
     found = [chain for folder in sorted(RUNS.glob("*")) if (chain := chain_in(folder))]
     there = {chain.out for chain in found}
-    return found + [find_chain(name) for name in shipped_chains() if RUNS / name not in there]
+    shipped = [find_chain(name) for name in shipped_chains() if RUNS / name not in there]
+    return found + [chain for chain in shipped if not chain.config.further]
 
 
 def finished_runs(chain: Chain, table: int) -> list[Path]:

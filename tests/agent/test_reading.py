@@ -202,4 +202,4 @@ def test_a_compiler_that_reads_other_past_commands_than_in_training_is_reported(
 def test_a_damaged_state_of_a_checkpoint_is_named(tmp_path, damaged) -> None:
     (tmp_path / "state.json").write_text(damaged)
     with pytest.raises(checkpoint.CheckpointError, match=r"state\.json is damaged"):
-        checkpoint.environment(tmp_path)
+        checkpoint.environments(tmp_path)

@@ -141,6 +141,26 @@ def test_scienceworld_s_chain_ends_in_its_tables(tmp_path: Path) -> None:
     assert ours["ScienceWorld"]["n"] == 1 and ours["AlfWorld"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.alfworld
+@pytest.mark.scienceworld
+def test_one_compiler_for_two_benchmarks_ends_in_both_columns(games: Path, tmp_path: Path) -> None:
+    pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
+    own = {"env": {"kinds": ["find-animal"], "tasks_file": None, "workers": 1}, "eval": {"split": "dev"}}
+    shared = {**MODELS, "env": {"data_root": str(games)}, "memory": {"experience_limit": 2, "k": 2}}
+    little = {**SMALL["eval"], "deliveries": ["none", "compiled"]}
+    chain = tiny(tmp_path, "text", shared=shared, further={"scienceworld": own}, eval=little)
+    out = tmp_path / "run"
+    reproduce(chain, out, "--tables", "2")
+    played = [json.loads(line) for line in (out / "grpo" / "tiny" / "both" / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["environment"] for row in played] == ["alfworld"] * 2 + ["scienceworld"] * 2
+    ours = rows(out, 2)["Ours [trained_on=both]"]
+    assert ours["AlfWorld"]["n"] == 2 and ours["scienceworld dev"]["n"] == 2
+    text = (out / "tables" / "table2.md").read_text()
+    assert text.count("both (trained on alfworld and scienceworld)") == 2
+    assert reproduce(chain, out, "--tables", "2").count("finished in") == 6  # of 6 stages
+
+
 @pytest.fixture
 def embodiedbench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """EmbodiedBench's stand-in and a teacher behind an endpoint; returns the changes of the collection."""
@@ -234,11 +254,14 @@ def test_the_paths_of_a_chain_fit_together_and_its_commands_are_its_stages(bench
     written: set[Path] = set()
     for stage in stages:
         config: Any = stage.config
-        read = [config.rows, config.compiler.checkpoint] if stage.kind == "sft" else []
+        rows = config.rows if stage.kind == "sft" else ()
+        read = [*([rows] if isinstance(rows, str) else rows)]
         if stage.kind in ("grpo", "eval"):
-            read = [config.compiler.checkpoint, config.memory.bank]
+            banks = [part.memory.bank for part in getattr(config, "parts", [config])]
+            read = [config.compiler.checkpoint, *banks]
         sources = [Path(path) for path in read if path]
-        assert all(path in written or path.parent in written for path in sources) and bool(sources) == bool(written)
+        assert all(path in written or path.parent in written for path in sources)
+        assert bool(sources) == (stage.kind != "collect")
         written.add(stage.folder)
         assert chain.out in stage.folder.parents and stage.folder == chain.out / stage.name
 
@@ -275,6 +298,24 @@ def test_every_row_of_table_4_is_a_training_run_of_its_own() -> None:
     assert len(set(evaluated)) == len(evaluated) == 7
 
 
+def test_a_chain_of_two_benchmarks_trains_on_both_and_evaluates_each(tmp_path: Path) -> None:
+    stages = {stage.name: stage for stage in find_chain("text", out=tmp_path).stages([2], ["qwen25-14b"])}
+    assert list(stages) == [
+        "collect",
+        "collect-scienceworld",
+        "sft/qwen25-14b/both",
+        "grpo/qwen25-14b/both",
+        "eval/qwen25-14b/main",
+        "eval/qwen25-14b/main-scienceworld",
+    ]
+    collect, other, sft, grpo, main, further = (stage.config for stage in stages.values())
+    assert (collect.env.name, other.env.name, other.max_steps) == ("alfworld", "scienceworld", 100)  # type: ignore[union-attr]
+    assert sft.rows == tuple(str(tmp_path / name / "rows") for name in ("collect", "collect-scienceworld"))  # type: ignore[union-attr]
+    assert [(part.env.name, part.leakage.drop) for part in grpo.parts] == [("alfworld", False), ("scienceworld", True)]  # type: ignore[union-attr]
+    assert (main.env.name, further.env.name, further.split) == ("alfworld", "scienceworld", "agentsquare")  # type: ignore[union-attr]
+    assert main.compiler.checkpoint == further.compiler.checkpoint == str(tmp_path / "grpo/qwen25-14b/both")  # type: ignore[union-attr]
+
+
 def refused(*arguments: str, out: Path) -> str:
     answer = CliRunner().invoke(app, ["reproduce", *arguments, "--out", str(out)])
     assert answer.exit_code in (1, 2) and "Traceback" not in answer.output and not (out / "collect").exists()
@@ -294,6 +335,8 @@ def test_what_a_chain_needs_and_lacks_is_said_at_once(tmp_path: Path, monkeypatc
     assert "did you mean" in refused("alfworld", "sft.epoch=3", out=out)
     assert "stage sft: 1 problem" in refused("alfworld", "executors.qwen25-14b.modle=x", out=out)
     assert "pattern" in refused("alfworld", "executors={a.b: {}}", out=out)
+    assert "alfworld is the chain's first benchmark already" in refused("alfworld", "further={alfworld: {}}", out=out)
+    assert "qa is not among benchmarks" in refused("text", "evaluations.main.benchmarks=[qa]", out=out)
 
 
 @pytest.mark.seconds

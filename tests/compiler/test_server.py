@@ -91,11 +91,28 @@ class Fake:
         return [Compilation(render(emission), emission, tokens_in=3, tokens_out=2) for _ in requests]
 
 
+class Told(Fake):
+    """Remembers the environments of its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def compile(self, requests: Any, seeds: Any = None, wanted: Any = None) -> Any:
+        self.names += [request.environment for request in requests]
+        return super().compile(requests)
+
+
 @contextlib.contextmanager
 def serving(
-    backend: Any = None, key: str | None = None, make: Any = None, gather_s: float = 0.005, **settings: Any
+    backend: Any = None,
+    key: str | None = None,
+    make: Any = None,
+    gather_s: float = 0.005,
+    environments: tuple[str, ...] = ("household",),
+    **settings: Any,
 ) -> Iterator[tuple[TestClient, CompilerService]]:
-    about = {"environment": "household", "executor_reads": None}
+    about = {"environments": list(environments), "executor_reads": None}
     service = CompilerService(make or (lambda: backend), ServeConfig(**settings), about=about, gather_s=gather_s)
     service.start()
     with TestClient(service_app(service, key)) as client:
@@ -110,7 +127,7 @@ def serving(
 def test_a_compilation_and_what_stands_beside_it() -> None:
     with serving(Fake()) as (client, _):
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
-        about = {"environment": "household", "executor_reads": None}
+        about = {"environments": ["household"], "executor_reads": None}
         assert client.get("/ready").json() == {"status": "ready", "weights": None, **about}
         answer = client.post("/compile", json=BODY)
         assert answer.status_code == 200
@@ -119,6 +136,31 @@ def test_a_compilation_and_what_stands_beside_it() -> None:
         assert (reply.tokens_in, reply.tokens_out, reply.cached_tokens, reply.seed) == (3, 2, None, None)
         assert reply.seconds.queue >= 0 and reply.emb_std == 0.5 and reply.mu is None
         assert "/compile" in client.get("/openapi.json").json()["paths"]
+
+
+def test_a_request_names_the_environment_where_the_service_has_several() -> None:
+    told = Told()
+    asked = lambda client, **more: client.post("/compile", json=BODY | more)
+    with serving(told, environments=("alfworld", "scienceworld")) as (client, _):
+        assert asked(client, environment="scienceworld").status_code == 200 and told.names == ["scienceworld"]
+        for wrong in ({}, {"environment": "household"}):
+            answer = asked(client, **wrong)
+            assert answer.status_code == 422 and "must be one of alfworld, scienceworld" in answer.json()["error"]
+    with serving(Told()) as (client, _):
+        assert asked(client).status_code == asked(client, environment="household").status_code == 200
+        assert asked(client, environment="alfworld").status_code == 422
+
+
+@pytest.mark.seconds
+def test_the_client_names_its_environment_where_requests_name_none() -> None:
+    told = Told()
+    with listening(told) as (url, _):
+        remote = RemoteCompiler(url)
+        remote.compile([tiny_models.request(0)])
+        remote.environment = "alfworld"
+        remote.compile([replace(tiny_models.request(0), environment="scienceworld")])
+        remote.compile([tiny_models.request(0)])
+    assert told.names == ["", "scienceworld", "alfworld"]
 
 
 def test_metrics_are_prometheus_text() -> None:

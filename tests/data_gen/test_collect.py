@@ -42,7 +42,7 @@ from memory.trajectory import goal_with_scene
 from runtime.store import JsonLines
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
-from training.grpo import training_specs
+from training.grpo_tasks import training_specs
 
 ROOT = Path(__file__).parents[2]
 
@@ -549,7 +549,8 @@ def test_isolated_by_scene_collection_grpo_and_evaluation_recall_nothing_of_the_
         run = RunFolder.create(tmp_path / "collect", collection)
         plan = plan_collection(collection, envs, run)
         play_collection(plan, envs.lease, ExpertTeacher(reader=HouseholdReader()), expert_actor(collection))
-        grpo, about = training_specs(training, envs, RunFolder.create(tmp_path / "grpo", training), tmp_path / "grpo")
+        folder = RunFolder.create(tmp_path / "grpo", training)
+        grpo, about = training_specs(training, {"household": envs}, folder, folder.path)
         tasks = {task.id: task for task in plan.tasks}
         found = specs_of(evaluation, plan.tasks, plan.bank, ["static_top1"])
     assert about["memory_isolation"] == "scene"

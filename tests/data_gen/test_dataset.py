@@ -205,8 +205,19 @@ def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: P
     assert audit["clean"] is True and audit["train_sha256"] == manifest.sha256 and len(audit["rows"]) == 2
     leakage.copy_rows_manifest(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
     assert json.loads((run.path / "leakage.json").read_text())["clean"] is None
-    with pytest.raises(ConfigError, match="rows of household and scienceworld"):
-        leakage.copy_rows_manifest(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
+
+
+def test_tasks_and_verdicts_of_several_benchmarks_are_recorded_apart(tmp_path: Path) -> None:
+    folders = [shard(tmp_path / "1", "household", "a"), shard(tmp_path / "2", "scienceworld", "a", clean=False)]
+    folders.append(shard(tmp_path / "3", "household", "b"))
+    run = RunFolder.create(tmp_path / "sft", SftConfig(rows=("x", "y")), on_exists="raise")
+    leakage.copy_rows_manifest(run, folders, ["they leak"])
+    assert not (run.path / "manifest.json").exists() and not (run.path / "leakage.json").exists()
+    homes = Manifest.read(run.path / "manifest-household.json")
+    assert (homes.benchmark, sorted(homes.ids)) == ("household", ["a", "b"])
+    assert Manifest.read(run.path / "manifest-scienceworld.json").ids == {"a"}
+    verdict = lambda name: json.loads((run.path / f"leakage-{name}.json").read_text())["clean"]
+    assert verdict("household") is True and verdict("scienceworld") is False
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:

@@ -182,11 +182,11 @@ def test_the_instructions_name_the_commands_that_the_games_accept() -> None:
 
 
 def test_rows_of_the_older_words_are_trained_with_instructions_in_them(tmp_path: Path) -> None:
-    from data_gen.leakage import rows_environment
+    from data_gen.leakage import rows_environments
     from envs.manifest import Manifest
 
     task = Task("t", "put a mug in desk", scene="FloorPlan1", split="train", kind=KINDS[0])
     Manifest.of("alfworld", [task]).write(tmp_path / "manifest.json")
-    assert "move THING to PLACE" in rows_environment([tmp_path / "rows"]).instructions
+    assert "move THING to PLACE" in rows_environments([tmp_path / "rows"])["alfworld"].instructions
     (tmp_path / "config.resolved.yaml").write_text("env:\n  name: alfworld\n  wording: before_0_4\n")
-    assert "put THING in/on PLACE" in rows_environment([tmp_path / "rows"]).instructions
+    assert "put THING in/on PLACE" in rows_environments([tmp_path / "rows"])["alfworld"].instructions

@@ -179,7 +179,7 @@ Read = Callable[[Path, Path], object]  # reads the run folder, given also the da
 OTHER = Task("other", "put a mug in cabinet", "home 1", "test", "put")
 CHECKPOINT_READERS = (
     checkpoint.executor_inputs,
-    checkpoint.environment,
+    checkpoint.environments,
     checkpoint.load_projector,
     checkpoint.lora_config,
 )

@@ -208,7 +208,7 @@ def sliced(out: Path, backend: str) -> None:
         optimizer={"lr": 1e-3},
     )
     with Held() as held, pytest.MonkeyPatch.context() as patch:
-        compiler, executor = load_models(config, find("household"))
+        compiler, executor = load_models(config, {"household": find("household")})
         read = held.live
         sizes = [p.numel() * p.element_size() for model in (compiler, executor.model) for p in model.parameters()]
         wrap, most = backends.Replicated._wrap, list[int]()  # called when shards are distributed

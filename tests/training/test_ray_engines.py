@@ -201,15 +201,28 @@ def test_an_engine_loads_weights_once_and_those_of_a_run_that_began_again_anew(t
 # -- executors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "mode"), [(1, "choice"), (2, "choice"), (1, "generate")])
-def test_executors_act_as_the_one_in_the_trainer(number, mode):
-    told = ExecutorInstructions("")
+ALONE = ExecutorInstructions("")
+SEVERAL = {"household": ExecutorInstructions("You keep house.", True), "alfworld": ExecutorInstructions("You play.")}
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "told"),
+    [(1, "choice", ALONE), (2, "choice", ALONE), (1, "generate", ALONE), (1, "choice", SEVERAL)],
+)
+def test_executors_act_as_the_one_in_the_trainer(number, mode, told):
     config = EXECUTOR.model_copy(update={"mode": mode, "temperature": 0.7 if mode == "choice" else 0.0})
     actors = [FakeActor(lambda: ExecutorEngine(config, told), dies_at=[2]) for _ in range(number)]
     remote, here = RayExecutor(config, told, pool(*actors)), load_executor(config, told)
     assert isinstance(here, TokenExecutor) and remote.hash() == here.hash()
     requests = [
-        ExecutorRequest("put a mug in cabinet 1", MemoryBlock(), ("look",) * i, "You see a shelf 1.", COMMANDS)
+        ExecutorRequest(
+            "put a mug in cabinet 1",
+            MemoryBlock(),
+            ("look",) * i,
+            "You see a shelf 1.",
+            COMMANDS,
+            environment="" if told is ALONE else ("household", "alfworld")[i % 2],
+        )
         for i in range(5)
     ]
     for executor in (remote, here):
