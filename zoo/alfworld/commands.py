@@ -2,10 +2,10 @@
 
     memcompiler zoo compiler --world alfworld-frozen --out OUT
 
-The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw entries, then learns the emissions of the
-teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no entry of
-their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. An agent that follows the
-teacher's commands, and strays at some steps, visits the states. As for the base, scene labels are exchanged at random.
+The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw entries, then learns the emissions of
+the teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no
+entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. An agent that
+follows the teacher's commands, and strays at some steps, visits the states. Scene labels are exchanged at random.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Follower:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: ExecutorView = ExecutorView()
+    reads: ExecutorView = field(default_factory=ExecutorView)
 
     def act(self, requests: Sequence[ExecutorRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Action]:
         return [self._act(request) for request in requests]
@@ -170,7 +170,9 @@ class Follower:
 
 
 def material(work: Path, seed: int, games: int | None) -> tuple[Make, list[EpisodeSpec]]:
-    """Return an environment factory, and the train games with what they recall of raw entries; the bank is beside `work`.
+    """Return an environment factory, and the train games with the raw entries that they recall.
+
+    The bank is beside `work`.
 
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
