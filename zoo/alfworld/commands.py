@@ -35,7 +35,7 @@ from envs.registry import Environments
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
-from zoo import stages
+from zoo import attention, stages
 from zoo.alfworld.lessons import LengthPool, SceneLabels, Tokens
 from zoo.alfworld.play import READER, K, Make, run_games
 from zoo.alfworld.words import COMMAND_LEXICON
@@ -81,7 +81,7 @@ def train_compiler(
         learned, held_out = (
             EpisodeBatches(model, tokenizer, played, rows) for played in played_states(work, seed, games)
         )
-        model.set_attn_implementation("eager")  # 2.5 times as fast as the fused backward pass on CPU
+        model.set_attn_implementation(attention.NAME)
         model = train_stage(
             model,
             work,
