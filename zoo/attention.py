@@ -45,10 +45,8 @@ def attend(
     if beginning is None:
         return (own.softmax(-1) @ value).transpose(1, 2), None
     keys, values = beginning.layers[module.layer_idx]
-    rows, heads, length, size = query.shape
-    groups = len(keys)
-    gathered = _by_group(query, groups)
-    before = gathered @ keys.transpose(-1, -2)
+    rows, length, groups = len(query), query.shape[2], len(keys)
+    before = _by_group(query, groups) @ keys.transpose(-1, -2)
     before += beginning.bias.to(before.dtype)
     weights = torch.cat([before, _by_group(own, groups)], -1).softmax(-1)
     past, new = weights.split([keys.shape[-2], length], -1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from data_gen.rows import SftRow, SftRowDataset
 from envs.alfworld.environment import AlfworldSettings
 from envs.registry import executor_instructions_for
 from eval.intervals import wilson
-from eval.table import markdown_table
+from eval.table import interval, markdown_table
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from runtime.progress import progress
@@ -36,7 +36,9 @@ def drawn_rows(folder: Path, number: int, seed: int) -> list[SftRow]:
     return random.Random(seed).sample(rows, min(number, len(rows)))
 
 
-def optimised(executor: FrozenExecutor, steps: Sequence[StepInput], actions: Sequence[str], n: int, passes: int, std: float):
+def optimised(
+    executor: FrozenExecutor, steps: Sequence[StepInput], actions: Sequence[str], n: int, passes: int, std: float
+):
     """Optimise soft tokens (B, n, d) of states by Adam."""
     soft = (std * torch.randn(len(steps), n, executor.embedding_table.shape[1])).requires_grad_()
     adam = torch.optim.Adam([soft], lr=RATE * std)
@@ -50,7 +52,9 @@ def optimised(executor: FrozenExecutor, steps: Sequence[StepInput], actions: Seq
     return soft.detach()
 
 
-def share(executor: FrozenExecutor, steps: Sequence[StepInput], actions: Sequence[str], soft: torch.Tensor | None) -> int:
+def share(
+    executor: FrozenExecutor, steps: Sequence[StepInput], actions: Sequence[str], soft: torch.Tensor | None
+) -> int:
     """Count the states in which the executor takes the right action."""
     own = [None] * len(steps) if soft is None else list(soft)
     asked = [executor_request(replace(step, soft=own[i]), executor) for i, step in enumerate(steps)]
@@ -78,13 +82,15 @@ def main() -> None:
         for at in range(0, len(rows), given.batch):
             part = rows[at : at + given.batch]
             steps, actions = [row.step_input(0) for row in part], [row.action for row in part]
-            right["text alone"] += share(executor, steps, actions, None)
+            right["text alone"] += count_right(executor, steps, actions, None)
             for n in given.tokens:
                 soft = optimised(executor, steps, actions, n=n, passes=given.passes, std=std)
-                right[str(n)] += share(executor, steps, actions, soft)
+                right[str(n)] += count_right(executor, steps, actions, soft)
             for _ in part:
                 done(None)
-    table = [[name, f"{count} of {len(rows)}", str(wilson(count, len(rows)))] for name, count in right.items()]
+    table = [
+        [name, f"{count} of {len(rows)}", interval(asdict(wilson(count, len(rows))))] for name, count in right.items()
+    ]
     print("\n".join(markdown_table(["soft tokens", "right action", "%"], table, left=1)))
 
 
