@@ -73,6 +73,7 @@ _ALL = Registry(
         "brainmem": "memory.brainmem.system:BRAINMEM",
         "s3mem": "memory.s3mem.system:S3MEM",
         "karma": "memory.karma.system:KARMA",
+        "amem": "memory.amem.system:AMEM",
     },
 )
 BUILT_IN = _ALL.built_in
