@@ -74,6 +74,7 @@ _ALL = Registry(
         "s3mem": "memory.s3mem.system:S3MEM",
         "karma": "memory.karma.system:KARMA",
         "amem": "memory.amem.system:AMEM",
+        "gmemory": "memory.gmemory.system:GMEMORY",
     },
 )
 BUILT_IN = _ALL.built_in

@@ -14,7 +14,7 @@ from memory.amem.notes import MOST_KEYWORDS, MOST_TAGS, WORD, Attributes, Note, 
 from memory.items import Version
 from memory.journal import Row
 from memory.registry import ChatFunction
-from memory.replies import ask_json, chat, line, lines_in
+from memory.replies import ask_json, chat, line, lines_in, shorten
 
 ANALYSIS, EVOLUTION = "note_analysis", "note_evolution"  # roles, in the endpoint's account
 ANALYSIS_TOKENS, EVOLUTION_TOKENS = 512, 1024
@@ -40,7 +40,7 @@ def ask_about_row(notes: Notes, row: Row, ask: ChatFunction) -> dict[str, Any]:
         note, _ = notes.new_note(trace, n, {})
         analysed = ask_json(
             ask,
-            chat(_ANALYSE, note.shown[:MOST_TEXT]),
+            chat(_ANALYSE, shorten(note.shown, MOST_TEXT)),
             ANALYSIS,
             max_tokens=ANALYSIS_TOKENS,
             read=read_analysis,
@@ -70,7 +70,8 @@ def _ask_evolution(
 ) -> dict[str, Any]:
     """Ask for links and evolution; {} leaves both to the rules."""
     numbered = "\n".join(f"{n}. {notes.by_name[v.item].compact}\n{notes.attributes(v)}" for n, v in enumerate(near))
-    asked = chat(_EVOLVE, f"New note:\n{note.compact}\n{attributes}\n\nNumbered notes:\n{numbered}"[:MOST_TEXT])
+    texts = f"New note:\n{note.compact}\n{attributes}\n\nNumbered notes:\n{numbered}"
+    asked = chat(_EVOLVE, shorten(texts, MOST_TEXT))
     keys = [notes.by_name[version.item].key for version in near]
     read = lambda reply: read_evolution(reply, keys)
     answer = ask_json(ask, asked, EVOLUTION, max_tokens=EVOLUTION_TOKENS, read=read, failures=failures)
