@@ -17,7 +17,7 @@ from memory.items import Origin
 
 ADDED, AGREED, USED_WELL, USED_BADLY = 2, 1, 1, -2
 MANY = 10  # insights from which REMOVE takes 3
-COUNT = "{count}"  # in a rule's sentence, replaced by the number of supporting tasks
+COUNT = "{tasks}"  # in a rule's sentence, replaced by the number of supporting tasks
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Insight:
 
     def shown(self, count: int) -> str:
         """Return the sentence for a number of supporting tasks."""
-        return self.text.replace(COUNT, str(count), 1) if self.by_rule else self.text
+        return self.text.replace(COUNT, f"{count} task{'s' * (count != 1)}", 1) if self.by_rule else self.text
 
 
 def insight_id(text: str) -> str:
@@ -177,12 +177,12 @@ def advice(verbs: Sequence[str], kind: str) -> str:
     if len(order) < 2:
         return ""
     first = _FIRST.get(order[0], f"{order[0]} something")
-    return f"{first} before {_THEN.get(order[1], order[1])}, because {COUNT} tasks{_of_kind(kind)} succeeded so"
+    return f"{first} before {_THEN.get(order[1], order[1])}, because {COUNT}{_of_kind(kind)} succeeded so"
 
 
 def warning(cause: str, kind: str) -> str:
     """Write what a failure shows beside a success of its kind."""
-    return f"avoid this: {_plain(cause)}, because {COUNT} tasks{_of_kind(kind)} failed so"
+    return f"avoid this: {_plain(cause).rstrip('.')}, because {COUNT}{_of_kind(kind)} failed so"
 
 
 def _of_kind(kind: str) -> str:
@@ -191,4 +191,4 @@ def _of_kind(kind: str) -> str:
 
 def _plain(text: str) -> str:
     """Return data without the mark of a count."""
-    return text.replace(COUNT, "(count)")
+    return text.replace(COUNT, "(tasks)")

@@ -33,7 +33,7 @@ from memory.similarity import lexical, terms_of
 from tests.memory.worked_examples import E1, E2, HEAT, READER, T3, like, task
 
 Reply = Callable[[str, str], str | None]
-ADVICE = "take the thing before heating it, because {} tasks of kind " + HEAT + " succeeded so"
+ADVICE = "take the thing before heating it, because {} of kind " + HEAT + " succeeded so"
 
 
 def gmemory(path: Path, reply: Reply | None = None, **settings: Any) -> GMemory:
@@ -69,20 +69,20 @@ def test_from_the_fifth_success_on_an_insight_comes_first(tmp_path: Path) -> Non
     memory.commit([[like(E1, f"h{n}")] for n in range(4)])
     assert len(memory.state.insights) == 0
     memory.commit([[like(E1, "h4")]])
-    assert recalled(memory) == [ADVICE.format(5), "q5.1", "q4.1", "q3.1"]
-    assert recalled(memory, task("h4", E1.task.goal))[0] == ADVICE.format(4)  # as if its own had not been there
+    assert recalled(memory) == [ADVICE.format("5 tasks"), "q5.1", "q4.1", "q3.1"]
+    assert recalled(memory, task("h4", E1.task.goal))[0] == ADVICE.format("4 tasks")  # as if its own had not been there
     [first, *_] = memory.recall([Query(T3)])[0].entries
     assert first.provenance.actions == () and memory[first.id].text == first.text
-    assert memory[INSIGHT + insight_id(ADVICE.format(2))].text == ADVICE.format(2)
+    assert memory[INSIGHT + insight_id(ADVICE.format("2 tasks"))].text == ADVICE.format("2 tasks")
     with pytest.raises(KeyError):
-        memory[INSIGHT + insight_id(ADVICE.format(6))]
+        memory[INSIGHT + insight_id(ADVICE.format("6 tasks"))]
 
 
 def test_an_insight_that_only_the_tasks_own_episodes_support_is_hidden(tmp_path: Path) -> None:
     memory = gmemory(tmp_path)
     memory.commit([[replace(like(E1, "h"), attempt=n)] for n in range(4)] + [[like(E2, "t2")]])
     of_heat = lambda name: [text for text in recalled(memory, task(name, E1.task.goal)) if "heating" in text]
-    assert of_heat("other") == [ADVICE.format(4)] and of_heat("h") == []
+    assert of_heat("other") == [ADVICE.format("4 tasks")] and of_heat("h") == []
 
 
 def test_a_failure_gives_no_advice_and_warns_only_beside_a_success_of_its_kind(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_failure_gives_no_advice_and_warns_only_beside_a_success_of_its_kind(t
         [[like(E1, f"h{n}", success=n == 0)] for n in range(2)] + [[like(E2, f"c{n}", False)] for n in range(3)]
     )
     texts = {insight.shown(len(insight.support)) for insight in memory.state.insights}
-    assert texts == {ADVICE.format(1), f"avoid this: the steps ran out, because 1 tasks of kind {HEAT} failed so"}
+    assert texts == {ADVICE.format("1 task"), f"avoid this: the steps ran out, because 1 task of kind {HEAT} failed so"}
     assert not any(name in ("q2.1", "q3.1", "q4.1", "q5.1") for name in recalled(memory, k=9))  # successes only
 
 
@@ -157,8 +157,8 @@ def test_shown_insights_gain_by_a_success_and_lose_by_a_failure(tmp_path: Path) 
         scores += [insight.score for insight in memory.state.insights]
     assert scores == [6, 7, 5, 3, 1]
     memory.commit([[replace(like(E2, "x4", success=False), shown=shown)]])
-    assert all(insight.text != ADVICE.format("{count}") for insight in memory.state.insights)
-    assert memory[shown[0]].text == ADVICE.format(5)  # deleted, and readable
+    assert all(insight.text != ADVICE.format("{tasks}") for insight in memory.state.insights)
+    assert memory[shown[0]].text == ADVICE.format("5 tasks")  # deleted, and readable
 
 
 def test_a_rounds_insights_do_not_depend_on_batches(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_advice_and_warnings_in_words() -> None:
     assert advice(["take", "clean", "put", "take"], "k").startswith(
         "take the thing before cleaning it, because {count}"
     )
-    assert advice(["open", "take"], "") == "open something before taking it, because {count} tasks succeeded so"
+    assert advice(["open", "take"], "") == "open something before taking it, because {tasks} succeeded so"
     assert advice(["take", "take"], "k") == advice([], "k") == ""
-    insight = Insight(warning("{count} x", "k{count}"), 2, {}, by_rule=True)
-    assert insight.shown(3) == "avoid this: (count) x, because 3 tasks of kind k(count) failed so"
+    insight = Insight(warning("{tasks} x.", "k{tasks}"), 2, {}, by_rule=True)
+    assert insight.shown(3) == "avoid this: (tasks) x, because 3 tasks of kind k(tasks) failed so"
 
 
 def told(role: str, text: str) -> str:
@@ -209,14 +209,14 @@ def test_a_models_answers_are_stored_and_read_without_it(tmp_path: Path) -> None
     hidden = {n for n in range(5) if "heat first" not in recalled(again, task(f"h{n}", E1.task.goal))[0]}
     assert {f"h{n}" for n in hidden} == insight.worded and len(hidden) == 2  # in view when the model wrote it
     apart = again.recall([Query(task("t9", E1.task.goal, scene="elsewhere"), isolation="scene")])[0].entries
-    assert apart[0].text.startswith("take the thing before heating it") and "heat it" in apart[1].text
+    assert apart[0].text.startswith("take the thing before heating it") and "heat it" in apart[2].text
 
 
 @pytest.mark.parametrize("reply", ["", "nothing of use", None, "ADD:\nEDIT 1: x\nAGREE 0: y\nREMOVE 99: z"])
 def test_unusable_answers_leave_rounds_to_the_rules_and_are_counted(tmp_path: Path, reply: str | None) -> None:
     memory = gmemory(tmp_path, lambda role, text: reply)
     memory.commit([[like(E1, f"h{n}")] for n in range(5)])
-    assert recalled(memory)[0] == ADVICE.format(5) and memory["gmemory/q1.1"].text.count("take the mug;") == 1
+    assert recalled(memory)[0] == ADVICE.format("5 tasks") and memory["gmemory/q1.1"].text.count("take the mug;") == 1
     assert memory.failures == {KEY_STEPS: 5, INSIGHTS: 5}
 
 
@@ -271,7 +271,7 @@ def test_operations_survive_a_writer_that_comes_between(tmp_path: Path) -> None:
     texts = [insight.text for insight in again.state.insights]
     assert "heat first, because it works." in texts and len(texts) > 1  # row five ran the rule
     again.commit([[like(E1, f"x{n}")] for n in range(4)])
-    assert ADVICE.format(9) in [insight.shown(len(insight.support)) for insight in again.state.insights]
+    assert ADVICE.format("9 tasks") in [insight.shown(len(insight.support)) for insight in again.state.insights]
 
 
 def test_a_stopped_endpoint_leaves_the_journal_untouched(tmp_path: Path) -> None:
