@@ -175,7 +175,7 @@ def test_a_rounds_insights_do_not_depend_on_batches(tmp_path: Path) -> None:
 
 def test_advice_and_warnings_in_words() -> None:
     assert advice(["take", "clean", "put", "take"], "k").startswith(
-        "take the thing before cleaning it, because {count}"
+        "take the thing before cleaning it, because {tasks}"
     )
     assert advice(["open", "take"], "") == "open something before taking it, because {tasks} succeeded so"
     assert advice(["take", "take"], "k") == advice([], "k") == ""
