@@ -180,8 +180,12 @@ def test_short_lists_of_neighbours_leave_the_others_as_they_are() -> None:
     assert read_evolution({"actions": []}, ["a"]) is None
 
 
-def test_a_stopped_endpoint_leaves_the_journal_untouched(tmp_path: Path) -> None:
+def test_a_stopped_endpoint_leaves_the_journal_untouched_and_a_rerun_asks_the_same(tmp_path: Path) -> None:
+    """The same bytes: the endpoint's cache answers what was asked before the stop."""
+    asked = list[tuple[str, str]]()
+
     def stop(role: str, text: str) -> str:
+        asked.append((role, text))
         if role == EVOLUTION:
             raise EndpointStop("budget spent")
         return answers(role, text)
@@ -192,8 +196,9 @@ def test_a_stopped_endpoint_leaves_the_journal_untouched(tmp_path: Path) -> None
     with pytest.raises(EndpointStop):
         memory.commit([[E2]])
     assert (tmp_path / FILE).read_bytes() == before and len(memory) == 1
-    amem(tmp_path, answers).commit([[E2]])  # a rerun asks again
-    assert len(memory) == 2
+    again = list[tuple[str, str]]()
+    amem(tmp_path, lambda role, text: again.append((role, text)) or answers(role, text)).commit([[E2]])
+    assert again == asked[1:] and len(memory) == 2
 
 
 def test_long_texts_of_a_model_are_cut_and_lists_capped(tmp_path: Path) -> None:
