@@ -53,6 +53,7 @@ class TextIndex:
         self._words = LexicalIndex()
         self._vectors = np.zeros((0, 0), dtype=np.float32)  # (capacity, d)
         self._held = 0  # rows of `_vectors` in use
+        self._last: tuple[str, Scores] = "", np.zeros(0)  # latest query and its scores
 
     def __len__(self) -> int:
         return (len(self._words) if self._embed is None else self._held) + len(self._new)
@@ -64,6 +65,11 @@ class TextIndex:
     def scores(self, text: str, store: bool = False) -> Scores:
         """Return the similarity of every text to a query. `store`: keep the query's vector on disk."""
         self._take_new()
+        if (self._last[0], len(self._last[1])) != (text, len(self)):  # a recall searches several times
+            self._last = text, self._score(text, store)
+        return self._last[1]
+
+    def _score(self, text: str, store: bool) -> Scores:
         if self._embed is None:
             return self._words.scores(terms_of(text))
         if not self._held:
@@ -98,7 +104,7 @@ class LexicalIndex:
         self._sizes = array("i")  # terms per text
         self._holding: dict[str, array[int]] = {}  # texts by term
         self._bits: dict[str, int] = {}  # number of the bit of each frequent term
-        self._masks = np.zeros((0, FREQUENT // 64), dtype=np.uint64)  # (capacity, words)
+        self._masks = np.zeros((FREQUENT // 64, 0), dtype=np.uint64)  # (words, capacity)
         self._next_choice = _FIRST_CHOICE
 
     def __len__(self) -> int:
@@ -114,16 +120,15 @@ class LexicalIndex:
             if n >= self._next_choice:
                 self._choose_frequent()
             elif self._bits:
-                self._masks[n] = self._mask(terms)
+                self._masks[:, n] = self._mask(terms)
 
     def scores(self, terms: AbstractSet[str]) -> Scores:
         """Return the similarity of every text to a set of terms."""
         n = len(self)
         counts = np.zeros(n, dtype=np.int64)
         frequent, rare = terms & self._bits.keys(), terms & (self._holding.keys() - self._bits.keys())
-        if frequent:
-            common = self._masks[:n] & self._mask(frequent)
-            counts += np.bitwise_count(common).sum(axis=1, dtype=np.int64)
+        for word, mask in enumerate(self._mask(frequent) if frequent else ()):
+            counts += np.bitwise_count(self._masks[word, :n] & mask)
         for term in rare:
             counts[np.array(self._holding[term], dtype=np.intp)] += 1
         sizes = np.array(self._sizes, dtype=np.int64) * len(terms)
@@ -139,9 +144,9 @@ class LexicalIndex:
         n = len(self._sizes)
         chosen = sorted(self._holding, key=lambda term: (-len(self._holding[term]), term))[:FREQUENT]
         self._bits, self._next_choice = {term: bit for bit, term in enumerate(chosen)}, 2 * n
-        self._masks = np.zeros((2 * n + 1, FREQUENT // 64), dtype=np.uint64)
+        self._masks = np.zeros((FREQUENT // 64, 2 * n + 1), dtype=np.uint64)
         for term, bit in self._bits.items():
-            self._masks[np.array(self._holding[term], dtype=np.intp), bit // 64] |= np.uint64(1 << bit % 64)
+            self._masks[bit // 64, np.array(self._holding[term], dtype=np.intp)] |= np.uint64(1 << bit % 64)
 
 
 def best_rows(
