@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from envs.command_reader import CommandReader
-from memory.entry import WriteResult
+from memory.entry import MemoryEntry, WriteResult
 from memory.journal import JournalMemory, Row
 from memory.protocol import FixedSession, Query, Recall, Record, Session, Trace
 from memory.registry import ChatFunction, MemoryTools, required_reader
@@ -90,9 +90,11 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
     @property
     def state(self) -> S:
         """The state after all rows of the journal."""
-        state = self._state = self.new_state() if self._state is None else self._state
+        state = self.new_state() if self._state is None else self._state
+        self._state = None  # a row that raises leaves no half-learned state
         for row in self._journal.since(state.learned):
             state.learn(row)
+        self._state = state
         return state
 
     def state_outside(self, scene: str) -> S:
@@ -136,10 +138,10 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
 
         With isolation by scene the entries come from a state of their own, in which items have other numbers.
         """
-        if query.isolation == "scene":
-            found = self.recalled(self.state_outside(query.task.scene), query, text)
-            return replace(found, generated=True)
-        return self.recalled(self.state, query, text)
+        apart = query.isolation == "scene"
+        state = self.state_outside(query.task.scene) if apart else self.state
+        entries = self.recalled(state, query, text).entries
+        return Recall(entries if query.tokens is None else _fitting(entries, query, query.tokens), generated=apart)
 
     def session(self, query: Query, first: Recall) -> Session:
         return StepSession(self, query) if self.settings.query == "step" else FixedSession(first)
@@ -151,6 +153,16 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
     def failures(self) -> Counter[str]:
         """Count language models' unusable answers by role."""
         return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
+
+
+def _fitting(entries: Sequence[MemoryEntry], query: Query, tokens: float) -> tuple[MemoryEntry, ...]:
+    """Leave out entries that exceed what is left of a question's budget, in order."""
+    fitting = list[MemoryEntry]()
+    for entry in entries:
+        if (cost := query.costs.text(entry.text)) <= tokens:
+            tokens -= cost
+            fitting.append(entry)
+    return tuple(fitting)
 
 
 @dataclass

@@ -79,11 +79,11 @@ class TextIndex:
         return np.einsum("nd,d->n", self._vectors[: self._held], query).astype(np.float64)
 
     def _take_new(self) -> None:
-        new, self._new = self._new, []
+        new = self._new
         if self._embed is None:
             self._words.add(map(terms_of, new))
         elif new:
-            rows = self._embed(new)
+            rows = self._embed(new)  # may raise: then the texts stay new
             held = self._held + len(rows)
             if held > len(self._vectors):
                 grown = np.zeros((max(2 * len(self._vectors), held), rows.shape[1]), dtype=np.float32)
@@ -91,6 +91,7 @@ class TextIndex:
                 self._vectors = grown
             self._vectors[self._held : held] = rows
             self._held = held
+        self._new = []
 
 
 class LexicalIndex:

@@ -233,3 +233,31 @@ def test_searched_at_every_step_the_observation_counts(tmp_path: Path) -> None:
     assert [entry.id for entry in first.entries] != [e.id for e in session.recall("shelf sinkbasin clean").entries]
     session.observe(Record(0, "", "look", ""))
     assert session.recall("") == first
+
+
+def test_a_failing_embedding_leaves_no_half_learned_state(tmp_path: Path) -> None:
+    broken = [False]
+
+    def embed(texts: list[str]) -> np.ndarray:
+        if broken[0]:
+            raise EndpointStop("budget spent")
+        return np.array([[text.count("mug"), text.count("clean"), 1.0] for text in texts], dtype=float)
+
+    memory = amem(tmp_path, embed=embed)
+    memory.commit([[E1], [E2]])
+    broken[0] = True
+    for _ in range(2):
+        with pytest.raises(EndpointStop):
+            ids(memory)
+    broken[0] = False
+    assert len(ids(memory)) == len(memory) == 2
+
+
+def test_a_question_is_answered_within_its_tokens(tmp_path: Path) -> None:
+    memory = amem(tmp_path)
+    memory.commit([[E1], [E2]])
+    whole = memory.recall([Query.question("where was the mug?", 10_000)])[0].entries
+    assert len(whole) == 2
+    costs = Query.question("").costs.text
+    one = memory.recall([Query.question("where was the mug?", int(costs(whole[0].text)) + 1)])[0].entries
+    assert one == whole[:1]
