@@ -83,8 +83,9 @@ class LangMemHost:
         )
         self._manager.memory_manager.instructions += f"\n\n{instructions}" if instructions else ""
 
-    def load(self, vectors: np.ndarray, items: Sequence[tuple[str, str, dict[str, Any], str]]) -> None:
-        """Store items of the journal, (key, kind, content, text) each, with the vectors of their texts."""
+    def load(self, vectors: np.ndarray, items: Sequence[tuple[str, str, dict[str, Any], str]], start: int) -> None:
+        """Store items of the journal, (key, kind, content, text) each, with the vectors of their texts. A later one
+        replaces an earlier one of its key."""
         self._parent.keep([text for *_, text in items], vectors)
         for key, kind, content, text in items:
             self._loaded[key] = {"kind": kind, "content": content, "text": text}

@@ -56,15 +56,15 @@ class Mem0Host:
         if extraction:
             package.ADDITIVE_EXTRACTION_PROMPT = extraction
 
-    def load(self, vectors: np.ndarray, texts: Sequence[str], start: int) -> None:
+    def load(self, vectors: np.ndarray, items: Sequence[str], start: int) -> None:
         """Store the memories of the journal from number `start` on, with their vectors."""
-        self._parent.keep(texts, vectors)
-        for first in range(0, len(texts), CHUNK):
-            part = range(first, min(first + CHUNK, len(texts)))
+        self._parent.keep(items, vectors)
+        for first in range(0, len(items), CHUNK):
+            part = range(first, min(first + CHUNK, len(items)))
             self._memory.vector_store.insert(
                 vectors=[vectors[n].tolist() for n in part],
                 ids=[_id(start + n) for n in part],
-                payloads=[{"user_id": USER, "data": texts[n], "hash": _md5(texts[n])} for n in part],
+                payloads=[{"user_id": USER, "data": items[n], "hash": _md5(items[n])} for n in part],
             )
 
     def add(self, messages: list[dict[str, str]], carried: Sequence[list[dict[str, str]]]) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ from memory.retrieval import Embed
 from runtime.processes import ChildProcess
 
 Package = Literal["mem0", "langmem"]
+Answer = Callable[[list[dict[str, Any]]], str]
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ".venv-mem0"  # in the repository's folder, made by `make mem0`
 VARIABLE = "MEMCOMPILER_MEMORY_PYTHON"  # interpreter with the packages, if it is another one
@@ -64,7 +65,6 @@ class PackageProcess:
     """A worker with one package, started at once. It ends with this object or with the process.
 
     Args:
-        ask: answers chat messages for the package with the text that it shall read.
         embed: the vectors that it stores and searches.
         options: of the package's host, as JSON values.
 
@@ -72,18 +72,12 @@ class PackageProcess:
         BankError: the package is not installed, or does not start.
     """
 
-    def __init__(
-        self,
-        package: Package,
-        ask: Callable[[list[dict[str, Any]]], str],
-        embed: Embed,
-        **options: Any,
-    ) -> None:
+    def __init__(self, package: Package, embed: Embed, **options: Any) -> None:
         try:
             python = interpreter(package)
         except NotInstalled as error:
             raise BankError(f"memory system {package}: {error}") from error
-        self._ask, self._embed, self.package = ask, embed, package
+        self._embed, self.package = embed, package
         ours, theirs = socket.socketpair()
         command = [python, "-m", "memory.packages.worker", "--package", package, "--socket", str(theirs.fileno())]
         variables = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -109,15 +103,19 @@ class PackageProcess:
             self.end()
             raise BankError(f"memory system {package} does not start: {error}") from error
 
-    def load(self, texts: Sequence[str], vectors: np.ndarray, each: Callable[[int, int], dict[str, Any]]) -> None:
-        """Send vectors (n, d) of texts in parts; `each(first, end)` gives the arguments of `load` for a part."""
-        for first in range(0, len(texts), BATCH):
-            end = min(first + BATCH, len(texts))
-            blob = np.ascontiguousarray(vectors[first:end], dtype=np.float32).tobytes()
-            self.call("load", [blob], **each(first, end))
+    def load(self, items: Sequence[Any], vectors: np.ndarray, start: int) -> None:
+        """Put items (JSON values) with the vectors (n, d) of their texts into the package's store, from number `start`
+        on."""
+        for first in range(0, len(items), BATCH):
+            part = slice(first, first + BATCH)
+            blob = np.ascontiguousarray(vectors[part], dtype=np.float32).tobytes()
+            self.call("load", [blob], items=items[part], start=start + first)
 
-    def call(self, name: str, blobs: Sequence[bytes] = (), **arguments: Any) -> Any:
+    def call(self, name: str, blobs: Sequence[bytes] = (), ask: Answer | None = None, **arguments: Any) -> Any:
         """Make one call and serve the worker's questions until it answers.
+
+        Args:
+            ask: answers the package's chat messages with the text that it shall read.
 
         Raises:
             PackageError: the package raised.
@@ -128,15 +126,17 @@ class PackageProcess:
             self._channel.send({"call": name, **arguments}, blobs, until=time.monotonic() + CALL_S)
             while True:
                 header, _ = self._channel.receive(time.monotonic() + (START_S if name == "start" else CALL_S))
-                if "ask" in header:
-                    self._reply({"answer": self._ask(header["ask"])})
+                if "ask" in header and ask is not None:
+                    self._reply({"answer": ask(header["ask"])})
                 elif "embed" in header:
                     vectors = np.asarray(self._embed(header["embed"]), dtype=np.float32)
                     self._reply({"d": vectors.shape[1]}, [vectors.tobytes()])
                 elif "error" in header:
                     raise PackageError(f"{header['error']['type']}: {header['error']['message']}")
-                else:
+                elif "ok" in header:
                     return header["ok"]
+                else:
+                    raise FrameError(f"an unexpected frame: {sorted(header)}")
         except PackageError:
             raise
         except (EOFError, FrameError, OSError) as error:
