@@ -51,7 +51,9 @@ def facts_in(answer: Mapping[str, Any]) -> list[dict[str, str]] | None:
         return None
     if not all(isinstance(each.get("text"), str) for each in listed):
         return None
-    facts = [{"text": line(each["text"]), "attributed_to": line(str(each.get("attributed_to") or ""))} for each in listed]
+    facts = [
+        {"text": line(each["text"]), "attributed_to": line(str(each.get("attributed_to") or ""))} for each in listed
+    ]
     return [{"id": str(n), **fact} for n, fact in enumerate(facts) if fact["text"]]
 
 

@@ -9,7 +9,7 @@ from runtime.settings import Share
 
 
 class Mem0Settings(PackageSettings):
-    """Settings of the memory system `mem0` (docs/guides/memory-packages.md)."""
+    """Settings of the memory system `mem0` (docs/guides/memory-systems.md)."""
 
     threshold: Share = 0.1
     """Minimal similarity of a recalled fact, with an embedding model; without one there is none."""

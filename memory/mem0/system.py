@@ -19,11 +19,10 @@ from memory.mem0.agent import Extraction
 from memory.mem0.settings import Mem0Settings
 from memory.packages.conversation import Message
 from memory.packages.process import PackageError
-from memory.packages.system import LONGEST_RULE, PackageMemory, PackageState, decisive, done, lesson
+from memory.packages.system import PackageMemory, PackageState, decisive, done, lesson, plain
 from memory.protocol import BankError
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
-from memory.replies import line
-from memory.retrieval import Embed
+from memory.similarity import CachedEmbed
 
 NAME = "mem0"
 CARRIED = 10  # messages of earlier conversations that Mem0 shows in a prompt
@@ -33,7 +32,7 @@ FAILED = "package"  # count of conversations that Mem0 could not add
 class Mem0State(PackageState):
     """The facts that a journal's rows tell."""
 
-    def __init__(self, embed: Embed | None, reader: CommandReader, settings: Mem0Settings) -> None:
+    def __init__(self, embed: CachedEmbed | None, reader: CommandReader, settings: Mem0Settings) -> None:
         super().__init__(embed, reader)
         self._replaces = settings.pipeline == "paper"
         self.rows = list[Row]()  # the last ones, whose conversations Mem0 carries on
@@ -55,11 +54,11 @@ class Mem0State(PackageState):
         for trace in row.attempts:
             commands, origin = done(trace), Origin.of(n, trace)
             for fact in dict.fromkeys(self.reader.facts(commands)):
-                text = line(self.reader.sentence(trace.task.scene, fact.need, fact.place), LONGEST_RULE)
+                text = plain(self.reader.sentence(trace.task.scene, fact.need, fact.place))
                 name = _id(f"{trace.task.scene}\n{fact.need}") if self._replaces else _id(text)
                 self._put(name, text, n, origin, stated_actions(text, commands, self.reader))
         trace = decisive(row)
-        if text := line(lesson(trace, self.reader), LONGEST_RULE):
+        if text := lesson(trace, self.reader):
             self._put(_id(text), text, n, Origin.of(n, trace), ())
 
     def _put(self, name: str, text: str, n: int, origin: Origin, actions: Sequence[str]) -> None:

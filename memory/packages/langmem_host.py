@@ -40,7 +40,7 @@ empty list if there is nothing to call. The tools, with the JSON schemas of thei
 
 
 class Fact(BaseModel):
-    """Call this tool once for each fact worth keeping: where a thing was, which appliance did what, what a place lacks."""
+    """Call this tool once for each fact worth keeping: a thing's place, an appliance's use, what a place lacks."""
 
     content: str = Field(description="The fact as a sentence that can be read alone, with the names that commands use.")
 
@@ -99,7 +99,7 @@ class LangMemHost:
 
         Returns: what it put, (insert or update, key, kind, content) each; new items have LangMem's keys.
         """
-        self._model.started(repeated)
+        self._model.begin(repeated)
         done = []
         for put in self._manager.invoke({"messages": convert_to_messages(messages)}, config=ALONE):
             key, value = put["key"], put["value"]
@@ -125,8 +125,8 @@ class _Model(BaseChatModel):
     def _llm_type(self) -> str:
         return "parent"
 
-    def started(self, repeated: bool) -> None:
-        """Number calls from 0 again, so that equal requests are equal."""
+    def begin(self, repeated: bool) -> None:
+        """Begin a write: calls are numbered from 0, so that equal requests are equal."""
         self.state.update(calls=0, repeated=repeated)
 
     def bind_tools(self, tools: Sequence[Any], **_: Any) -> _Model:

@@ -11,6 +11,7 @@ worker asks its parent for what the package needs of models: {"ask": messages, .
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
@@ -119,10 +120,8 @@ def main() -> int:
     channel, network = Channel(socket.socket(fileno=options.socket)), Network()
     with tempfile.TemporaryDirectory(prefix="memcompiler-") as folder:
         _set_environment(folder)
-        try:
+        with contextlib.suppress(EOFError, OSError):  # the parent has closed the socket
             serve(channel, options.package, network)
-        except (EOFError, OSError):  # the parent has closed the socket
-            pass
     end_group()
     return 0
 
