@@ -17,7 +17,7 @@ from memory.journal import Row
 from memory.langmem.agent import ToolCalls
 from memory.langmem.rules import RuleWriter
 from memory.langmem.settings import LangMemSettings
-from memory.packages.process import PackageError, PackageProcess
+from memory.packages.process import PackageError, PackageHost
 from memory.packages.system import PackageMemory, PackageState, decisive, done
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
 from memory.replies import line
@@ -92,7 +92,7 @@ class LangMem(PackageMemory[LangMemState, LangMemSettings]):
         written = {"puts": _named(puts, row)} if puts is not None and reply.usable else {}
         return {**written, "replies": reply.replies, "failures": dict(+reply.failures)}
 
-    def _written(self, worker: PackageProcess, row: Row, reply: ToolCalls) -> list[Put] | None:
+    def _written(self, worker: PackageHost, row: Row, reply: ToolCalls) -> list[Put] | None:
         """Return LangMem's puts; None if it raised twice, as it does after a malformed repair of a call."""
         for repeated in (False, True):
             try:

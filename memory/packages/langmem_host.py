@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from memory.packages.worker import Parent
 
 NAMESPACE = ("bank",)
 ALONE = {"max_concurrency": 1}  # threads would ask the model in any order
+UNOFFERED = {"PatchDoc", "PatchFunctionErrors", "PatchFunctionName"}  # trustcall would store such calls as memories
 _SESSION = re.compile(r"session_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _INSTANCE = re.compile(r"<instance id=([0-9a-f]{32}) ")
 _ANSWER = """Call tools by one JSON object and nothing else: {"calls": [{"name": NAME, "args": {...}}, ...]}, with an \
@@ -63,8 +63,6 @@ class LangMemHost:
         instructions: added to LangMem's own.
         query_limit: LangMem's; existing memories are looked for from 4 on.
     """
-
-    version = version("langmem")
 
     def __init__(self, parent: Parent, dims: int, schema: str, instructions: str, query_limit: int) -> None:
         self.dims, self._parent = dims, parent
@@ -135,7 +133,10 @@ class _Model(BaseChatModel):
     def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
         told, ids = self._chat(messages)
         calls = []
+        offered = {tool["name"] for tool in self.tools}
         for call in json.loads(self.ask(told))["calls"]:
+            if call["name"] in UNOFFERED - offered:
+                continue
             args = dict(call["args"])
             if (named := args.get("json_doc_id")) in ids:
                 args["json_doc_id"] = ids[named]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import mem0.memory.main as package  # type: ignore[import-not-found]  # of the extra `mem0`
@@ -25,6 +23,8 @@ from memory.packages.worker import Parent
 USER, SCOPE = "bank", "user_id=bank"
 DAY = "2026-01-01"  # stands for today in prompts, so that equal requests are equal on every day
 CHUNK = 1000
+OWN_PROMPT = package.ADDITIVE_EXTRACTION_PROMPT
+_write_prompt = package.generate_additive_extraction_prompt
 
 
 class Mem0Host:
@@ -35,8 +35,6 @@ class Mem0Host:
         instructions: Mem0's `custom_instructions`.
         extraction: replaces Mem0's extraction prompt (8,000 tokens), for models with a short context; "": Mem0's own.
     """
-
-    version = version("mem0ai")
 
     def __init__(self, parent: Parent, dims: int, instructions: str, extraction: str = "") -> None:
         self.dims, self._parent = dims, parent
@@ -52,9 +50,7 @@ class Mem0Host:
             }
         )
         self._memory.llm, self._memory.embedding_model = _Model(parent), _Embedder(parent, dims)
-        package.generate_additive_extraction_prompt = partial(_undated, package.generate_additive_extraction_prompt)
-        if extraction:
-            package.ADDITIVE_EXTRACTION_PROMPT = extraction
+        self._extraction = extraction or OWN_PROMPT
 
     def load(self, vectors: np.ndarray, items: Sequence[str], start: int) -> None:
         """Store the memories of the journal from number `start` on, with their vectors."""
@@ -72,6 +68,7 @@ class Mem0Host:
 
         Returns: what Mem0 stored, {"text", "attributed_to"} each.
         """
+        package.ADDITIVE_EXTRACTION_PROMPT = self._extraction
         self._memory.db = SQLiteManager(":memory:")
         for earlier in carried:
             self._memory.db.save_messages(earlier, SCOPE)
@@ -112,9 +109,12 @@ class _Embedder:
         return self._parent.embed(texts)
 
 
-def _undated(prompt: Any, *given: Any, **named: Any) -> str:
+def _write_undated(*given: Any, **named: Any) -> str:
     """Write Mem0's prompt with a constant for today's date."""
-    return prompt(*given, **{**named, "current_date": DAY})
+    return _write_prompt(*given, **{**named, "current_date": DAY})
+
+
+package.generate_additive_extraction_prompt = _write_undated
 
 
 def _id(number: int) -> str:

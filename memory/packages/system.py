@@ -19,7 +19,7 @@ from memory.folding import FoldedMemory, RecallSettings
 from memory.items import Items
 from memory.journal import Row
 from memory.packages.conversation import Message, conversation
-from memory.packages.process import Package, PackageProcess
+from memory.packages.process import Package, PackageHost
 from memory.packages.vectors import WordVectors
 from memory.protocol import Query, Recall, Trace
 from memory.registry import MemoryTools
@@ -76,18 +76,16 @@ class PackageMemory(FoldedMemory[P, C], Generic[P, C]):
         self, path: str | Path, settings: C, until: int | None = None, tools: MemoryTools | None = None
     ) -> None:
         super().__init__(path, settings, until, tools)
-        self._worker: PackageProcess | None = None
+        self._worker: PackageHost | None = None
         self._loaded = list[Any]()  # what the worker's store holds
 
-    def worker(self, state: P, **options: Any) -> PackageProcess:
+    def worker(self, state: P, **options: Any) -> PackageHost:
         """Return the package's worker, whose store holds what the state stores."""
         embed = self._embed or WordVectors()
         worker, loaded = self._worker, self._loaded
-        if worker is None or not worker.end.alive or state.stored[: len(loaded)] != loaded:
-            if worker is not None:
-                worker.end()
+        if worker is None or not worker.alive or state.stored[: len(loaded)] != loaded:
             dims = embed(["a text"]).shape[1]
-            worker, loaded = PackageProcess(self.package, embed, dims=dims, **options), []
+            worker, loaded = PackageHost(self.package, embed, dims=dims, **options), []
             self._worker, self._loaded = worker, loaded
         if fresh := state.stored[(n := len(loaded)) :]:
             worker.load(fresh, embed(state.texts[n:]), start=n)

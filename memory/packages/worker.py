@@ -3,9 +3,10 @@
     PYTHON -m memory.packages.worker --package mem0 --socket FD
 
 `memory.packages.process` starts it, possibly under the interpreter of `.venv-mem0`. It imports the standard library,
-numpy and the package. A request is {"call": name, ...}, its answer {"ok": value} or {"error": ...}. During a call the
-worker asks its parent for what the package needs of models: {"ask": messages, ...} for a language model's answer, and
-{"embed": texts} for vectors. The frames are those of `envs.worker`.
+numpy and the package. A request is {"call": name, "host": number of a bank, "arguments": {...}, "unused": numbers of
+banks to forget}, its answer {"ok": value} or {"error": {"type", "message"}}. During a call the worker asks its parent
+for what the package needs of models: {"ask": messages} for a language model's answer, and {"embed": texts} for vectors.
+The frames are those of `envs.worker`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ class Parent:
     def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the language model's answer to chat messages of plain texts, as the parent accepts it."""
         with self._lock:
-            self._channel.send({"ask": list(messages)})
-            header, _ = self._channel.receive()
-        return str(header["answer"])
+            return str(self._question({"ask": list(messages)})[0]["answer"])
+
+    def _question(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        self._channel.send(question)
+        header, blobs = self._channel.receive()
+        if "stop" in header:
+            raise RuntimeError("the parent's model has stopped")
+        return header, blobs
 
     def keep(self, texts: Sequence[str], vectors: np.ndarray) -> None:
         """Keep vectors (n, d) of texts, so that the parent is not asked for them."""
@@ -51,8 +57,7 @@ class Parent:
         """Return one vector per text."""
         with self._lock:
             if fresh := [text for text in dict.fromkeys(texts) if text not in self._vectors]:
-                self._channel.send({"embed": fresh})
-                header, [blob] = self._channel.receive()
+                header, [blob] = self._question({"embed": fresh})
                 self.keep(fresh, read_vectors(blob, int(header["d"])))
             return [self._vectors[text].tolist() for text in texts]
 
@@ -87,27 +92,35 @@ def _set_environment(folder: str) -> None:
 
 
 def serve(channel: Channel, package: str, network: Network) -> None:
-    """Import the package's host, then answer calls until the parent closes the socket."""
-    host: Any = None
+    """Answer calls until the parent closes the socket; each bank has a host of its own, by number."""
+    hosts, started = dict[int, Any](), 0
     while True:
         request, blobs = channel.receive()
-        name = request.pop("call")
+        name, number, arguments = request["call"], request["host"], request["arguments"]
+        for unused in request["unused"]:
+            hosts.pop(unused, None)
         try:
             if name == "start":
-                module, _, member = HOSTS[package].partition(":")
-                host = getattr(import_module(module), member)(Parent(channel), **request)
-                value: Any = host.version
+                started += 1
+                hosts[started] = _host(package)(Parent(channel), **arguments)
+                value: Any = started
             elif name == "attempts":
                 value = network.attempts
             else:
-                value = getattr(host, name)(*[read_vectors(blob, host.dims) for blob in blobs], **request)
+                vectors = [read_vectors(blob, hosts[number].dims) for blob in blobs]
+                value = getattr(hosts[number], name)(*vectors, **arguments)
             answer = {"ok": value}
-        except (EOFError, BrokenPipeError, ConnectionError):  # the parent is gone
+        except (EOFError, ConnectionError):  # the parent is gone
             raise
         except Exception as error:  # of the package
             traceback.print_exc()
             answer = {"error": {"type": type(error).__name__, "message": str(error)[:2000]}}
         channel.send(answer)
+
+
+def _host(package: str) -> Any:
+    module, _, member = HOSTS[package].partition(":")
+    return getattr(import_module(module), member)
 
 
 def main() -> int:
