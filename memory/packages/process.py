@@ -34,6 +34,9 @@ DISTRIBUTIONS: Mapping[Package, str] = {"mem0": "mem0ai", "langmem": "langmem"}
 START_S, CALL_S, BATCH = 180.0, 300.0, 5_000  # seconds of silence that end a worker; items of one message
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")  # no keys, no proxies
 
+# The interpreter's own packages come before those beside this program, which may be of other versions.
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from memory.packages.worker import main; sys.exit(main())"
+
 
 class PackageError(RuntimeError):
     """A memory package failed in its worker, which goes on."""
@@ -48,7 +51,7 @@ def interpreter(package: Package) -> str:
         return sys.executable
     if apart.exists():
         return str(apart)
-    raise NotInstalled(f"{DISTRIBUTIONS[package]} is not installed: {FIX} (in the repository's folder)")
+    raise NotInstalled(f"{DISTRIBUTIONS[package]} is not installed: {FIX}, or set {VARIABLE} to a Python that has it")
 
 
 def package_version(package: Package) -> str:
@@ -126,13 +129,13 @@ class _Worker:
         except NotInstalled as error:
             raise BankError(f"memory system {package}: {error}") from error
         ours, theirs = socket.socketpair()
-        command = [python, "-m", "memory.packages.worker", "--package", package, "--socket", str(theirs.fileno())]
+        command = [python, "-I", "-c", _START, str(ROOT), "--package", package, "--socket", str(theirs.fileno())]
         variables = {name: os.environ[name] for name in KEPT if name in os.environ}
         try:
             self._child = ChildProcess(
                 command,
                 name=f"{package} worker",
-                env={**variables, "PYTHONPATH": str(ROOT)},
+                env=variables,
                 output="kept",
                 dies_with="lifeline",
                 pass_fds=(theirs.fileno(),),

@@ -1,7 +1,5 @@
 """A worker process that runs a memory package (Mem0 or LangMem) beside the main environment, without a network.
 
-    PYTHON -m memory.packages.worker --package mem0 --socket FD
-
 `memory.packages.process` starts it, possibly under the interpreter of `.venv-mem0`. It imports the standard library,
 numpy and the package. A request is {"call": name, "host": number of a bank, "arguments": {...}, "unused": numbers of
 banks to forget}, its answer {"ok": value} or {"error": {"type", "message"}}. During a call the worker asks its parent
@@ -137,7 +135,3 @@ def main() -> int:
             serve(channel, options.package, network)
     end_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
