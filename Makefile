@@ -30,7 +30,7 @@ FAST := $(call stamp,.venv,fast,serve)
 TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
 DOCS := $(call stamp,.venv,docs,)
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
-MEM0 := $(call stamp,.venv-mem0,core,mem0 langmem)
+MEM0 := $(call stamp,.venv-mem0,test,mem0 langmem)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -105,8 +105,8 @@ $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 $(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FORCE) | $(TEST)
 	$(call sync,.venv-openenv,--group dev,openenv)
 
-$(MEM0): pyproject.toml uv.lock $(if $(wildcard .venv-mem0/bin/*),,FORCE)
-	$(call sync,.venv-mem0,--no-dev,mem0 langmem)
+$(MEM0): pyproject.toml uv.lock $(if $(wildcard .venv-mem0/bin/pytest),,FORCE)
+	$(call sync,.venv-mem0,--group dev,mem0 langmem)
 
 FORCE:
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import loop, own_environment
+from examples import loop, my_memory, own_environment
 
 
 @pytest.mark.slow
@@ -28,3 +28,16 @@ def test_an_environment_in_one_file_is_evaluated(tmp_path: Path, monkeypatch: py
     results = own_environment.main()
     assert (results["environment"], results["split"], results["n_tasks"]) == ("pantry", "test", 6)
     assert results["results"]["static"]["success"]["mean"] > results["results"]["none"]["success"]["mean"] > 0
+
+
+@pytest.mark.slow
+def test_a_memory_in_one_file_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memory import registry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry._ALL, "_added", {})
+    results = my_memory.main("limit=6")
+    assert results["n_tasks"] == 6 and set(results["results"]) == {"none", "static"}
+    assert results["bank_entries"] > 6
+    static, none = (results["results"][name]["success"]["mean"] for name in ("static", "none"))
+    print(static, none)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -263,3 +265,21 @@ def test_typed_memories_are_facts_and_episodes(tmp_path: Path) -> None:
     memory.commit([[E1]])
     assert [entry.text for entry in memory] == [PLACE, "a hot mug heat it go, take, heat done"]
     assert '"name": "Episode"' in script.asked[0][0]["content"]
+
+
+def test_langgraph_stores_and_memory_systems_are_each_other() -> None:
+    """In the interpreter of the packages, if MemCompiler is installed there, too."""
+    python, cases = interpreter("langmem"), Path(__file__).with_name("langgraph_cases.py")
+    has_all = subprocess.run([python, "-c", "import pytest, lancedb"], capture_output=True, timeout=120)
+    if has_all.returncode:
+        pytest.skip(f"{python} has no pytest or lancedb")
+    outer = ("PYTEST_", "VIRTUAL_ENV", "PYTHONPATH")
+    ran = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        cwd=cases.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={name: value for name, value in os.environ.items() if not name.startswith(outer)},
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
