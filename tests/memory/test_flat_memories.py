@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from envs.spec import Probe
+from memcompiler.doctor import run_probe
 from memory.langmem.settings import LangMemSettings
 from memory.langmem.system import LangMem
 from memory.mem0 import agent
 from memory.mem0.settings import Mem0Settings
 from memory.mem0.system import MEM0, Mem0
+from memory.packages import process
 from memory.packages.conversation import conversation
 from memory.packages.vectors import WordVectors
 from memory.protocol import BankError, Query
@@ -118,8 +124,6 @@ def test_a_procedure_counts_its_successes_and_failures_give_none(langmem: LangMe
 
 
 def test_what_was_refused_is_no_fact(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     refused = replace(E1, records=tuple(replace(record, refused=True) for record in E1.records), success=False)
     for of, settings in ((Mem0, Mem0Settings()), (LangMem, LangMemSettings())):
         memory = of(tmp_path / of.name, settings, tools=TOOLS)
@@ -154,3 +158,22 @@ def test_texts_that_repeat_the_prompt_are_no_memories() -> None:
     prompt = "Example: the user has a dog named Rex.\nRemember places."
     assert agent.is_quoted("The user has a dog  named Rex.", prompt) and not agent.is_quoted("has a dog", prompt)
     assert not agent.is_quoted("in FloorPlan1 the mug was in shelf 1", prompt)
+
+
+def test_without_the_package_a_model_s_commit_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "ROOT", tmp_path)
+    monkeypatch.setattr(process, "_WORKERS", {})
+    monkeypatch.delenv(process.VARIABLE, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    asked = list[Any]()
+    memory = Mem0(tmp_path, Mem0Settings(), tools=MemoryTools(ask=lambda *given: asked.append(given), reader=READER))
+    with pytest.raises(BankError, match="mem0ai is not installed: make mem0"):
+        memory.commit([[E1]])
+    assert memory.snapshot() == 0 and not asked
+    check = run_probe(Probe("langmem", partial(process.package_version, "langmem"), process.FIX, core=False))
+    assert (check.status, check.fix) == ("missing", "make mem0")
+    monkeypatch.setenv(process.VARIABLE, "/no/such/python")
+    with pytest.raises(BankError, match="cannot start /no/such/python"):
+        memory.commit([[E1]])

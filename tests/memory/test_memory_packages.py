@@ -8,14 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from configs.collect import MemoryConfig
+from data_gen.memory_factory import open_memory
 from envs.spec import NotInstalled
 from lm.answer_cache import EndpointStop
 from memory.langmem.settings import LangMemSettings
@@ -23,8 +29,10 @@ from memory.langmem.system import LangMem
 from memory.mem0.settings import Mem0Settings
 from memory.mem0.system import Mem0
 from memory.packages.process import interpreter
-from memory.protocol import Query
+from memory.packages.system import PackageMemory
+from memory.protocol import BankError, Query
 from memory.registry import MemoryTools
+from tests.faulty_server import FaultyServer
 from tests.memory.worked_examples import E1, E2, READER, T3, like
 
 try:
@@ -265,6 +273,71 @@ def test_typed_memories_are_facts_and_episodes(tmp_path: Path) -> None:
     memory.commit([[E1]])
     assert [entry.text for entry in memory] == [PLACE, "a hot mug heat it go, take, heat done"]
     assert '"name": "Episode"' in script.asked[0][0]["content"]
+
+
+def test_no_other_address_than_loopback_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From settings, with an endpoint for the language model and one for vectors; in this process and in the worker."""
+    asked, connect = list[Any](), socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        asked.append(address)
+        assert address[0] == "127.0.0.1"
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+    answers = {"mem0": facts(PLACE), "langmem": calls(("Memory", {"content": PLACE}))}
+    for name, answer in answers.items():
+        vector = lambda text: embed([text])[0].tolist()
+        with FaultyServer(answer=lambda messages, answer=answer: json.dumps(answer), vector=vector) as server:
+            config = MemoryConfig(system=name, api=server.config(), embed_api=server.config())
+            memory = open_memory(config, tmp_path / name, "alfworld")
+            memory.commit([[E1], [E2]])
+            assert memory.recall([Query(T3)])[0].entries[0].text == PLACE
+            requests = server.requests
+            assert requests > 2 and isinstance(memory, PackageMemory) and memory._worker is not None
+            assert memory._worker.call("attempts") == []
+    assert {address[0] for address in asked} == {"127.0.0.1"}
+
+
+def test_the_worker_refuses_what_it_is_not_asked_to_reach() -> None:
+    code = """if True:
+        import urllib.request
+        from memory.packages.worker import Network
+        network = Network()
+        for url in ("http://127.0.0.1:9/", "http://example.invalid/"):
+            try:
+                urllib.request.urlopen(url, timeout=5)
+            except OSError as error:
+                assert "no network" in str(error), error
+        print(len(network.attempts))
+    """
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "2\n"
+
+
+def test_a_worker_that_dies_is_named_and_the_next_commit_starts_another(tmp_path: Path) -> None:
+    memory = mem0(tmp_path, Script(facts(PLACE)))
+
+    def die(messages: Sequence[dict[str, Any]], role: str, max_tokens: int) -> str:
+        assert memory._worker is not None
+        os.kill(memory._worker._worker._child.pid, signal.SIGKILL)
+        return "{}"
+
+    memory._tools = replace(memory._tools, ask=die)
+    with pytest.raises(BankError, match="worker of memory system mem0 failed in add"):
+        memory.commit([[E1]])
+    assert memory.snapshot() == 0
+    memory._tools = replace(memory._tools, ask=Script(facts(PLACE)))
+    memory.commit([[E1]])
+    assert [entry.text for entry in memory] == [PLACE]
+
+
+def test_two_writers_of_one_fact_make_one_item(tmp_path: Path) -> None:
+    one, other = (mem0(tmp_path, Script(facts(PLACE), facts(PLACE, "the pan was clean"))) for _ in range(2))
+    one.commit([[E1]])
+    other.commit([[like(E1, "t2")]])
+    one.commit([[like(E1, "t3")]])
+    for memory in (one, other, mem0(tmp_path, None)):
+        assert [entry.text for entry in memory] == [PLACE, "the pan was clean"] and memory.snapshot() == 3
 
 
 def test_langgraph_stores_and_memory_systems_are_each_other() -> None:
