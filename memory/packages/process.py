@@ -31,7 +31,7 @@ ENVIRONMENT = ".venv-mem0"  # in the repository's folder, made by `make mem0`
 VARIABLE = "MEMCOMPILER_MEMORY_PYTHON"  # interpreter with the packages, if it is another one
 FIX = "make mem0"
 DISTRIBUTIONS: Mapping[Package, str] = {"mem0": "mem0ai", "langmem": "langmem"}
-START_S, CALL_S, BATCH = 180.0, 300.0, 5_000  # seconds of silence that end a worker; items of one message
+START_S, CALL_S, BATCH = 300.0, 300.0, 5_000  # seconds of silence that end a worker; items of one message
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")  # no keys, no proxies
 
 # The interpreter's own packages come before those beside this program, which may be of other versions.
