@@ -108,7 +108,7 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         ask = self._tools.ask
-        if ask is None:
+        if ask is None or self._journal.until is not None:  # a read-only view refuses before it asks
             return super().commit(episodes)
         state = self.state
         known, fresh = state.learned, self._journal.unknown([Row(tuple(attempts), {}) for attempts in episodes])
@@ -145,7 +145,7 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
         return StepSession(self, query) if self.settings.query == "step" else FixedSession(first)
 
     def at(self, version: int) -> Self:
-        return type(self)(self.path, self.settings, version, replace(self._tools, ask=None))
+        return type(self)(self.path, self.settings, version, self._tools)
 
     @property
     def failures(self) -> Counter[str]:

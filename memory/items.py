@@ -45,6 +45,7 @@ class Version:
         origins: all attempts that contributed to this text.
         actions: commands whose facts the text states.
         images: pictures of the episode.
+        told: the origin whose episode the text tells, whose task and outcome its entry names; None: the latest.
     """
 
     item: str
@@ -54,15 +55,13 @@ class Version:
     origins: tuple[Origin, ...]
     actions: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
+    told: Origin | None = None
 
     def entry(self, system: str) -> MemoryEntry:
-        """Return the memory entry; task, scene, goal and success are those of the latest origin."""
-        return MemoryEntry(
-            f"{system}/{self.item}.{self.number}",
-            self.text,
-            provenance_of(self.origins, self.actions, system),
-            self.images,
-        )
+        """Return the memory entry."""
+        origins = self.origins if self.told is None else (self.told,)
+        provenance = provenance_of(origins, self.actions, system)
+        return MemoryEntry(f"{system}/{self.item}.{self.number}", self.text, provenance, self.images)
 
 
 def provenance_of(origins: Sequence[Origin], actions: tuple[str, ...], source: str) -> Provenance:
@@ -106,11 +105,13 @@ class Items:
         *,
         actions: Sequence[str] = (),
         images: tuple[bytes, ...] = (),
+        told: Origin | None = None,
         searched: str | None = None,
     ) -> Version:
         """Add an item's first or next version. `searched`: text that queries are compared with; None: `text`."""
         n, of = len(self._versions), self._of_item.setdefault(item, [])
-        version = Version(item, len(of) + 1, row, encodable(text), tuple(origins), tuple(actions), images)
+        distinct = tuple({(origin.row, origin.task.id, origin.success): origin for origin in origins}.values())
+        version = Version(item, len(of) + 1, row, encodable(text), distinct, tuple(actions), images, told)
         if n == len(self._current):
             self._current, self._wrote = np.resize(self._current, 2 * n + 16), np.resize(self._wrote, 2 * n + 16)
         if of:

@@ -83,6 +83,17 @@ def line(text: str, longest: int = LONGEST) -> str:
     return re.sub(r"^(?:[-*#>•·.\s]|\d+(?:[.)](?=\s)|[、．]))+", "", flat)[:longest].strip()
 
 
+def shorten(text: str, most: int) -> str:
+    """Return a text for a prompt; one of more than `most` characters ends with a note that it was shortened."""
+    return text if len(text) <= most else f"{text[:most]}\n(shortened)"
+
+
+def listed_lines(answer: str, most: int) -> list[str] | None:
+    """Return at most `most` lines of a list with numbers, hyphens or stars; None for an answer without one."""
+    marked = [each for each in answer.splitlines() if re.match(r"\s*(?:[-*•]|\d+[.)])\s+\S", each)]
+    return lines_in(marked, most) or None
+
+
 def lines_in(value: Any, most: int, longest: int = LONGEST) -> list[str]:
     """Return at most `most` distinct non-empty short lines from a list, or from a single text; [] for other values."""
     given = value if isinstance(value, list) else [value]

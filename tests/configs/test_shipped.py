@@ -16,7 +16,10 @@ import envs.household.environment
 import envs.household.sequences
 import envs.scienceworld.environment
 import envs.spec
+import memory.amem.settings
 import memory.brainmem.settings
+import memory.folding
+import memory.gmemory.settings
 import memory.karma.settings
 import memory.s3mem.settings
 import runtime.cluster
@@ -52,7 +55,10 @@ MODULES = (  # that define settings
     envs.household.sequences,
     envs.scienceworld.environment,
     envs.spec,
+    memory.amem.settings,
     memory.brainmem.settings,
+    memory.folding,
+    memory.gmemory.settings,
     memory.karma.settings,
     memory.s3mem.settings,
     runtime.cluster,

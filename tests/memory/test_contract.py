@@ -115,7 +115,7 @@ def test_isolated_by_scene_it_recalls_as_if_nothing_had_ever_happened_there(
     seen = [isolated(memory, query, mine) for memory in (whole, without)]
     assert seen[0] == seen[1]
     assert not any(entry.provenance.scene == "FloorPlan1" for entry in seen[0])
-    apart = [entry.text for entry in isolated(whole, Query(mine.task, k=20), mine)]
+    apart = [entry.text for entry in isolated(whole, replace(query, isolation="task"), mine)]
     assert apart != [entry.text for entry in seen[0]]  # otherwise it does recall the scene
 
 
