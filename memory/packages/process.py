@@ -86,7 +86,7 @@ class PackageHost:
         try:
             self._number = int(self.call("start", **options))
         except PackageError as error:
-            raise BankError(f"memory system {package} does not start: {error}") from error
+            raise BankError(f"memory system {package} does not start ({error}): {FIX}") from error
         weakref.finalize(self, self._worker.unused.append, self._number)
 
     @property
@@ -122,7 +122,7 @@ class _Worker:
     """A worker process. Raises: BankError, if its interpreter does not start."""
 
     def __init__(self, package: Package) -> None:
-        self.package, self.unused, self.ended = package, list[int](), False
+        self.package, self.unused, self.ended, self._owner = package, list[int](), False, os.getpid()
         self._lock = threading.RLock()
         try:
             python = interpreter(package)
@@ -194,7 +194,7 @@ class _Worker:
 
     def end(self) -> None:
         """End the process: without its socket it leaves by itself; after that it is killed."""
-        if not self.ended:
+        if not self.ended and os.getpid() == self._owner:  # not in a fork
             self.ended = True
             self._socket.close()
             self._child.wait(1.0)
