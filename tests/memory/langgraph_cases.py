@@ -14,10 +14,10 @@ from langgraph.store.memory import InMemoryStore
 from langmem import create_search_memory_tool
 from typing_extensions import TypedDict
 
-import memcompiler as mc
-from memory import registry
-from memory.langgraph import NAMESPACE, MemoryStore, StoreMemory, store_memory
+from examples import my_memory
+from memory.langgraph import NAMESPACE, MemoryStore, StoreMemory, StoreSettings, store_memory
 from memory.protocol import BankError, MemorySystem, Query
+from memory.registry import MemoryTools
 from tests.memory.worked_examples import E1, T3, like
 
 STEPS = [
@@ -41,7 +41,7 @@ def in_memory() -> BaseStore:
 
 @pytest.fixture
 def store(tmp_path: Path) -> MemoryStore:
-    return MemoryStore(mc.open_memory(tmp_path / "bank"))
+    return MemoryStore(my_memory.SPEC.open(tmp_path, my_memory.DiarySettings(failures=True), MemoryTools()))
 
 
 def test_a_graph_searches_and_writes_our_memory(store: MemoryStore) -> None:
@@ -61,7 +61,7 @@ def test_a_graph_searches_and_writes_our_memory(store: MemoryStore) -> None:
     graph = builder.compile(store=store)
     assert graph.invoke({"goal": "put a mug in desk", "told": []})["told"] == []
     assert graph.invoke({"goal": "put a mug in sofa", "told": []})["told"] == [
-        "in home 1: put a mug in desk\ngo to shelf 1 ; take mug 1 from shelf 1\nbecause it was there"
+        "in home 1: put a mug in desk: go to shelf 1 ; take mug 1 from shelf 1"
     ]
     assert len(store.memory) == 2 and store.memory.origins() == {
         ("task put a mug in desk", ""): 1,
@@ -72,17 +72,19 @@ def test_a_graph_searches_and_writes_our_memory(store: MemoryStore) -> None:
 def test_items_by_key_by_filter_and_by_page(store: MemoryStore) -> None:
     for n in range(5):
         store.put(NAMESPACE, f"t{n}", {**EPISODE, "success": n % 2 == 0})
-    found = store.search(NAMESPACE, query="put a mug in desk", limit=9)
+    here = {"scene": "home 1"}
+    found = store.search(NAMESPACE, query="put a mug in desk", filter=here, limit=9)
     assert len(found) == 5 and store.get(NAMESPACE, found[0].key).value == found[0].value
     assert store.get(NAMESPACE, "no such") is None and store.get(("other",), found[0].key) is None
-    assert store.search(("other",), query="mug") == [] and len(store.search((), query="mug", limit=9)) == 5
+    assert store.search(("other",), query="mug") == []
+    assert len(store.search((), query="mug", filter=here, limit=9)) == 5
     assert len(store.search(NAMESPACE, filter={"success": False}, limit=9)) == 2
-    assert len(store.search(NAMESPACE, query="put a mug in desk", filter={"task_id": "t0"}, limit=9)) == 4
-    pages = [item.key for n in range(3) for item in store.search(NAMESPACE, query="mug", limit=2, offset=2 * n)]
+    assert len(store.search(NAMESPACE, query="put a mug in desk", filter={**here, "task_id": "t0"}, limit=9)) == 4
+    pages = [item.key for n in range(3) for item in store.search(NAMESPACE, limit=2, offset=2 * n)]
     assert len(set(pages)) == len(pages) == 5
     assert store.list_namespaces() == [NAMESPACE] and store.list_namespaces(prefix=("other",)) == []
     tool = create_search_memory_tool(NAMESPACE, store=store)  # LangMem's, in an agent
-    assert "take mug 1 from shelf 1" in str(tool.invoke({"query": "mug"}))
+    assert "take mug 1 from shelf 1" in str(tool.invoke({"query": "mug", "filter": here}))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +103,10 @@ def test_what_is_no_episode_is_refused(store: MemoryStore, value: Any, problem: 
     assert len(store.memory) == 0
 
 
-def test_a_store_is_a_memory_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._ALL, "_added", {})
+def test_a_store_is_a_memory_system(tmp_path: Path) -> None:
     theirs = in_memory()
     theirs.put((*NAMESPACE, "user"), "note", {"kind": "Memory", "content": {"content": "mugs belong in the desk"}})
-    mc.register_memory(store_memory("shop", lambda: theirs))
-    memory = mc.open_memory(tmp_path / "bank", "shop")
+    memory = store_memory("shop", lambda: theirs).open(tmp_path, StoreSettings(), MemoryTools())
     assert isinstance(memory, MemorySystem) and memory.name == "shop"
     memory.commit([[E1], [like(E1, "t2", scene="FloorPlan2")]])
     tasks = lambda memory, **query: {e.provenance.task_id for e in memory.recall([Query(T3, k=9, **query)])[0].entries}
