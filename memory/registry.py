@@ -75,6 +75,8 @@ _ALL = Registry(
         "karma": "memory.karma.system:KARMA",
         "amem": "memory.amem.system:AMEM",
         "gmemory": "memory.gmemory.system:GMEMORY",
+        "mem0": "memory.mem0.system:MEM0",
+        "langmem": "memory.langmem.system:LANGMEM",
     },
 )
 BUILT_IN = _ALL.built_in
