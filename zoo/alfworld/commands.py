@@ -110,7 +110,7 @@ def with_vocabulary(
 ) -> LlamaForCausalLM:
     """Return the model with the embeddings (V, d) of another tokenizer: equal tokens keep theirs, and new tokens get
     random ones of the same mean length."""
-    known, weights = old.get_vocab(), model.get_input_embeddings().weight.detach()
+    known, weights = old.get_vocab(), model.model.embed_tokens.weight.detach()
     drawn = torch.randn(len(new), weights.shape[1], generator=torch.Generator().manual_seed(seed))
     made = drawn * (weights.norm(dim=1).mean() / drawn.norm(dim=1, keepdim=True))
     for token, i in new.get_vocab().items():
@@ -118,7 +118,7 @@ def with_vocabulary(
             made[i] = weights[known[token]]
     model.resize_token_embeddings(len(new))
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(made)
+        model.model.embed_tokens.weight.copy_(made)
     model.config.eos_token_id, model.config.pad_token_id = new.eos_token_id, new.pad_token_id  # type: ignore[assignment]
     return model
 
