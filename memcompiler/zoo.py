@@ -75,7 +75,7 @@ def _print_and_exit(results: "Sequence[GateResult]") -> NoReturn:
 def zoo_compiler(
     out: Out = None, work: Work = WORK, seed: int = 0, world: Pair = "household", threads: Threads = 1
 ) -> None:
-    """Train a small compiler base on CPU; write the model and RECORD.json. alfworld-frozen begins with alfworld's base."""
+    """Train a small compiler base on CPU; write it and RECORD.json. alfworld-frozen begins with alfworld's base."""
     _train("compiler", world, out=out, work=work, seed=seed, threads=threads)
 
 

@@ -52,7 +52,7 @@ def optimised(
     return soft.detach()
 
 
-def share(
+def count_right(
     executor: FrozenExecutor, steps: Sequence[StepInput], actions: Sequence[str], soft: torch.Tensor | None
 ) -> int:
     """Count the states in which the executor takes the right action."""
@@ -62,7 +62,7 @@ def share(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Optimise free soft tokens for single states of a frozen executor.")
     parser.add_argument("--rows", type=Path, required=True, help="folder of SFT rows of real ALFWorld games")
     parser.add_argument("--executor", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="bfloat16")

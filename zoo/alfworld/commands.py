@@ -11,7 +11,7 @@ follows the teacher's commands, and strays at some steps, visits the states. Sce
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -110,7 +110,7 @@ def with_vocabulary(
 ) -> LlamaForCausalLM:
     """Return the model with the embeddings (V, d) of another tokenizer: equal tokens keep theirs, and new tokens get
     random ones of the same mean length."""
-    known, weights = old.get_vocab(), model.get_input_embeddings().weight.detach()
+    known, weights = old.get_vocab(), model.model.embed_tokens.weight.detach()
     drawn = torch.randn(len(new), weights.shape[1], generator=torch.Generator().manual_seed(seed))
     made = drawn * (weights.norm(dim=1).mean() / drawn.norm(dim=1, keepdim=True))
     for token, i in new.get_vocab().items():
@@ -118,7 +118,7 @@ def with_vocabulary(
             made[i] = weights[known[token]]
     model.resize_token_embeddings(len(new))
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(made)
+        model.model.embed_tokens.weight.copy_(made)
     model.config.eos_token_id, model.config.pad_token_id = new.eos_token_id, new.pad_token_id  # type: ignore[assignment]
     return model
 
@@ -169,32 +169,38 @@ class Follower:
         return Action(text, Grounding.CHOICE, text=text, prompt_ids=(), tokens_in=0, tokens_out=0)
 
 
-def material(work: Path, seed: int, games: int | None) -> tuple[Make, list[EpisodeSpec]]:
-    """Return an environment factory, and the train games with the raw entries that they recall.
+def material(
+    work: Path, seed: int, games: int | None, split: str = "train", mix: Mapping[str, float] = MIX
+) -> tuple[Make, list[EpisodeSpec]]:
+    """Return an environment factory, and games with the raw entries that they recall; the bank is beside `work`.
 
-    The bank is beside `work`.
+    Args:
+        mix: shares of the games by what they recall (`RecallMix`).
 
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
     memory = EvalMemoryConfig(k=K, pictures=0, settings={"text": "raw", "outcomes": "success"})
-    config = EvalConfig(env=AlfworldSettings(), memory=memory, split="train", limit=games)
+    config = EvalConfig(env=AlfworldSettings(), memory=memory, split=split, limit=games)
     envs = Environments(config.env)  # in this process: needs no close
-    tasks, experience = select_tasks(config, envs, "train")
+    tasks, experience = select_tasks(config, envs, split)
     bank = open_experience_bank(config, envs, experience, work)
-    return envs.lease, RecallMix(**MIX, seed=seed, reader=READER).specs(tasks, bank, memory)
+    return envs.lease, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
 
 
 def played_states(work: Path, seed: int, games: int | None) -> tuple[list[list[State]], list[list[State]]]:
-    """Play the games to learn from and the held-out games; return the states of each episode."""
+    """Play the train games to learn from and the held-out ones; return the states of each episode."""
     make_env, specs = material(work, seed, games)
-    parts = [spec for i, spec in enumerate(specs) if i % EXAM_OF], list(specs[::EXAM_OF])
-    recorders = StateRecorder(), StateRecorder()
-    for part, recorder in zip(parts, recorders, strict=True):
-        guided = Delivery("expert_compiler", "compiled", recorder, soft=False)
-        run_games(make_env, part, delivery=guided, executor=Follower(seed=seed), steps=STEPS)
-    learned, held_out = (list(recorder.episodes.values()) for recorder in recorders)
-    return learned, held_out
+    learned = [spec for i, spec in enumerate(specs) if i % EXAM_OF]
+    return teacher_states(make_env, learned, seed), teacher_states(make_env, specs[::EXAM_OF], seed)
+
+
+def teacher_states(make_env: Make, specs: Sequence[EpisodeSpec], seed: int) -> list[list[State]]:
+    """Play games with the teacher's guidance; return the states of each episode."""
+    recorder = StateRecorder()
+    guided = Delivery("expert_compiler", "compiled", recorder, soft=False)
+    run_games(make_env, specs, delivery=guided, executor=Follower(seed=seed), steps=STEPS)
+    return list(recorder.episodes.values())
 
 
 @dataclass(frozen=True, slots=True)
