@@ -83,7 +83,12 @@ def _check_checkpoints(all_cells: Sequence[Cell]) -> None:
         if cell.config.compiler.checkpoint is None:
             where = f"cell {cell.name}: " if cell.name else ""
             raise ConfigError(f"{where}delivery {names[0]} needs a trained compiler: set compiler.checkpoint")
-        checkpoint.find(Path(cell.config.compiler.checkpoint))
+        found = checkpoint.find(Path(cell.config.compiler.checkpoint))
+        for name in names:
+            try:
+                find(name).check_text(checkpoint.writes_text(found), cell.config.compiler.checkpoint)
+            except ValueError as error:
+                raise ConfigError(f"{f'cell {cell.name}: ' if cell.name else ''}{error}") from None
 
 
 # one cell -------------------------------------------------------------------------------------------------------------

@@ -107,6 +107,8 @@ def check_deliveries(config: EvalConfig) -> None:
             raise ConfigError(f"deliveries: {name} needs episodes side by side, which memory.protocol=frozen plays")
         if spec.low_confidence_only and not config.executor.reports_confidence:
             raise ConfigError(f"deliveries: {name} needs an executor that reports its confidence: executor.mode=choice")
+        if not spec.text and config.executor.soft_on != "always":
+            raise ConfigError(f"deliveries: {name} has no guidance for soft tokens to follow: executor.soft_on=always")
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} needs the environment's expert, and {config.env.name} has none")
 

@@ -333,7 +333,8 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compiler(trained: Mapping[str, Any]) -> str:
     """Describe a trained compiler: its checkpoint, and what it was trained on."""
-    without = [text for key, text in (("soft", "soft tokens"), ("brief_state", "Brief State")) if not trained[key]]
+    named = {"soft": "soft tokens", "brief_state": "Brief State", "text": "text and memory"}
+    without = [name for key, name in named.items() if not trained.get(key, True)]
     on = f"trained on {trained['environment'] or 'an unknown benchmark'}"
     return f"{trained['checkpoint']} ({on}{' without ' + ' and '.join(without) if without else ''})"
 
