@@ -97,9 +97,9 @@ class TrainingEvaluation(Settings):
     """Number of held-out tasks to play; 0: no evaluation."""
     every: int = Field(default=50, ge=1)
     """SFT steps or GRPO updates between evaluations; the last one is always evaluated."""
-    delivery: Literal[
-        "compiled", "compiled_text", "compiled_no_brief", "compiled_gated", "memgen", "memgen_gated"
-    ] = "compiled"
+    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_gated", "memgen", "memgen_gated"] = (
+        "compiled"
+    )
     """Delivery under which the tasks are played."""
     max_steps: int = Field(default=15, ge=1)
     """Maximum steps of an episode."""
@@ -324,9 +324,9 @@ class GrpoConfig(Settings):
     """Episodes per task (K of C.3.2)."""
     max_steps: int = Field(default=15, ge=1)
     """Maximum steps of an episode."""
-    delivery: Literal[
-        "compiled", "compiled_gated", "compiled_text", "compiled_no_brief", "memgen", "memgen_gated"
-    ] = "compiled"
+    delivery: Literal["compiled", "compiled_gated", "compiled_text", "compiled_no_brief", "memgen", "memgen_gated"] = (
+        "compiled"
+    )
     """compiled_gated: compile, and learn from, only the steps that the compile gate selects
     (docs/guides/training.md). compiled_text, compiled_no_brief, memgen: continue a checkpoint of `soft=false`,
     `brief_state=false` or `text=false`. memgen_gated: as memgen, at the steps that the gate selects."""

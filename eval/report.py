@@ -196,4 +196,5 @@ def _environment() -> Environment:
         error_kinds=ERROR_KINDS,
     )
     environment.filters.update(percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits)
+    environment.filters["written"] = table.written
     return environment

@@ -54,6 +54,7 @@ from training.sft_data import (
     bad_rows,
     bucketed,
     describe,
+    memory_systems,
     row_length,
 )
 from training.sft_losses import sft_losses
@@ -116,7 +117,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             executor=executor,
             rows=Subset(data.rows, data.training),
             out=out,
-            facts=environment_facts(list(environments)) | data.bank_versions() | _ablations(config) | skipped,
+            facts=environment_facts(list(environments)) | _facts_of_rows(config, data) | _ablations(config) | skipped,
             validation_rows=Subset(data.rows, data.validation),
             held_out_tasks=held_out_tasks,
         )
@@ -195,6 +196,11 @@ def _check_continues(config: SftConfig, compiler: MemoryCompiler) -> None:
             f"{config.compiler.checkpoint} was trained with text={str(compiler.writes_text).lower()}: set text so, or "
             "start from another checkpoint"
         )
+
+
+def _facts_of_rows(config: SftConfig, data: SftData) -> dict[str, Any]:
+    """Return the banks of the rows, and the memory systems whose entries the compiler reads."""
+    return data.bank_versions() | (memory_systems(data.folders) if config.text else {})
 
 
 def _ablations(config: SftConfig) -> dict[str, bool]:

@@ -98,6 +98,14 @@ class SftData:
         return {"bank_version": versions[0]} if versions[0] is not None else {}
 
 
+def memory_systems(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the memory systems whose entries the rows show, for a checkpoint's state; of rows that record none,
+    nothing."""
+    records = [read_json(path) for folder in folders if (path := folder.parent / "collect.json").exists()]
+    systems = dict.fromkeys(record["memory_system"] for record in records if "memory_system" in record)
+    return {"memory_systems": list(systems)} if systems else {}
+
+
 def _edited(environment: str, config: SftConfig, row: SftRow) -> SftRow:
     named = replace(row, environment=environment)
     if not config.text:

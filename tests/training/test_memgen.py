@@ -69,7 +69,10 @@ def test_episodes_show_no_memory_no_state_and_no_guidance(monkeypatch) -> None:
     monkeypatch.setattr(compiler, "compile", lambda asked: (requests.extend(asked), inner(asked))[1])
     engine = RolloutEngine(lambda: LuckyEnv(0), executor(), EpisodeLimits(3))
     [episode] = engine.run(compiler, [bandit_spec(1)], "memgen")
-    assert [(r.memory, r.state, r.history) for r in requests] == [((), None, ()), ((), None, (episode.steps[0].action,))]
+    assert [(r.memory, r.state, r.history) for r in requests] == [
+        ((), None, ()),
+        ((), None, (episode.steps[0].action,)),
+    ]
     assert episode.memory_ids == () and all(step.soft_read and not step.guidance for step in episode.steps)
     assert episode.steps[1].executor_prompt.count("▪") == 8
 
@@ -80,7 +83,11 @@ def test_zero_latents_act_as_the_same_prompt_with_zero_vectors() -> None:
         torch.nn.init.zeros_(parameter)
     played = Delivery("memgen", "compiled", compiler, brief_state=False)
     [episode] = run_episodes(
-        lambda: LuckyEnv(0), [bandit_spec(1).without_memory()], delivery=played, executor=acting, limits=EpisodeLimits(1)
+        lambda: LuckyEnv(0),
+        [bandit_spec(1).without_memory()],
+        delivery=played,
+        executor=acting,
+        limits=EpisodeLimits(1),
     )
     compiled = episode.steps[0].compilation
     assert compiled is not None and compiled.soft is not None and not compiled.soft.any()
