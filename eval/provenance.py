@@ -75,8 +75,8 @@ def identity_of_models(
 
 
 def training_of(config: EvalConfig) -> dict[str, Any] | None:
-    """Return the checkpoint of the compiler, the benchmarks and memory systems of its training, and whether that was with soft tokens,
-    Brief State and text; None without a trained compiler in this process."""
+    """Return the checkpoint of the compiler, the benchmarks and memory systems of its training, and whether that was
+    with soft tokens, Brief State and text; None without a trained compiler in this process."""
     if config.compiler.engine == "http" or not any(find(name).needs_checkpoint for name in config.deliveries):
         return None
     state = checkpoint.read_state(found := checkpoint.find(Path(str(config.compiler.checkpoint))))

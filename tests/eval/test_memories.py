@@ -62,7 +62,7 @@ def test_every_level_of_the_axis_is_a_system_and_a_list_selects_them() -> None:
     with pytest.raises(ConfigError, match=r"select\.home=a: the matrix has the axes environment, protocol"):
         cells(load_config(EvalConfig, "eval/memories", ["select.home=[a]"]))
     sizes = cells(load_config(EvalConfig, "eval/memories", ["select={memory: [trajectory], homes: [left_out]}"]))
-    assert {(cell.config.memory.tokens, cell.config.memory.k) for cell in sizes} == {(None, 4), (400, 4)}
+    assert {(cell.config.memory.tokens, cell.config.memory.k) for cell in sizes} == {(None, 4), (400, 32)}
     assert {cell.config.memory.isolation for cell in sizes} == {"scene"}
 
 
@@ -142,8 +142,8 @@ def test_quality_and_gain_are_measured_on_different_tasks() -> None:
     assert found["points"]["low"]["quality"] < found["points"]["high"]["quality"]
     half = found["points"]["low"]
     assert half["quality"] + half["gain"] == pytest.approx(1.0)  # means over both ways round
-    worse = {memory: {task: Fraction(0) for task in tasks} for memory in level}
-    assert by_quality(pasted, worse)["rank_correlation"] == 1.0
+    helps_the_best = {**pasted, "low": dict.fromkeys(tasks, Fraction(0)), "high": dict.fromkeys(tasks, Fraction(1))}
+    assert by_quality(pasted, helps_the_best)["rank_correlation"] == 1.0
     same = {"a": pasted["low"], "b": pasted["low"], "c": pasted["low"]}
     assert by_quality(same, same)["rank_correlation"] is None
     assert rank_correlation([(0.1, 0.2), (0.3, 0.4)]) is None

@@ -1,4 +1,4 @@
-"""MemGen as a delivery: soft tokens from the state alone, trained by both stages, never mixed with compilers that write."""
+"""MemGen as a delivery: soft tokens from the state alone, trained by both stages; other compilers are refused."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_sft_trains_lora_and_projector_through_the_frozen_executor_and_resumes(t
 
 
 def test_grpo_learns_from_the_action_alone(tmp_path) -> None:
-    """The policy has one token a step, the executor's action; a two-armed bandit is learnt from it."""
+    """The policy has one token a step: the executor's action."""
     settings = merged(
         PATHWISE, {"delivery": "memgen", "executor": {"soft_on": "always"}, "sampling": {"temperature": 1.0}}
     )

@@ -34,10 +34,8 @@ def test_rows_of_two_memory_systems_train_one_compiler_and_results_name_both(tmp
     for folder in folders:  # the expert compiles from either
         assert guided(load_rows(folder)) > 3
     rows = "[" + ", ".join(map(str, folders)) + "]"
-    settings = load_config(
-        SftConfig, "sft/quickstart", [f"rows={rows}", "max_steps=1", "batch_size=4", "micro_batch_size=4"]
-    )
-    train_sft(settings, tmp_path / "sft")
+    few = [f"rows={rows}", "max_steps=1", "batch_size=4", "micro_batch_size=4"]
+    train_sft(load_config(SftConfig, "sft/quickstart", few), tmp_path / "sft")
     state = checkpoint.read_state(checkpoint.find(tmp_path / "sft"))
     assert state["memory_systems"] == ["trajectory", "s3mem"]
     evaluated = EvalConfig(deliveries=("compiled",), compiler={"checkpoint": str(tmp_path / "sft")})
