@@ -284,7 +284,10 @@ class RemoteCompiler:
 
     Attributes:
         environment: named in requests that name none; for a service that compiles for several environments.
+        writes_text: False for a compiler that was trained to make soft tokens only.
     """
+
+    writes_text = True
 
     def __init__(
         self,

@@ -242,7 +242,8 @@ def _results(
     config, levels, protocol = cell.config, dict(cell.levels), cell.config.memory.protocol
     specs = chosen.specs
     started = read_json(run.path / ENVIRONMENT)
-    looked_up = [name for name in episodes if find(name).needs_checkpoint and protocol == "frozen"]
+    guided = [name for name in episodes if find(name).needs_checkpoint and find(name).text]
+    looked_up = guided if protocol == "frozen" else []
     meta = {
         "environment": config.env.name,
         "split": chosen.split,
