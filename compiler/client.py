@@ -227,7 +227,7 @@ class CompileReply(Body):
         """Decode the compilation; a missing z is the mean. Raises: ValueError, if client and service parse the emission
         differently, or a tensor is damaged."""
         error = self.parse_error
-        none = error is ParseError.TRUNCATED or not self.emission_ids
+        none = error is ParseError.TRUNCATED or not (self.text or self.emission_ids)
         parsed = ParseResult(Emission(), error) if none else parse(self.text)
         if (parsed.emission.kind, parsed.error) != (self.kind, error):
             raise ValueError(f"the service parses its emission as {self.kind}, this client as {parsed.emission.kind}")

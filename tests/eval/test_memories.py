@@ -57,7 +57,7 @@ def test_every_level_of_the_axis_is_a_system_and_a_list_selects_them() -> None:
         assert settings.get("memory.system", level) == level
     shipped = load_config(EvalConfig, "eval/memories")
     assert set(shipped.select["memory"]) == {"none", *SYSTEMS} and set(SYSTEMS) <= set(names())
-    with pytest.raises(ConfigError, match=r"select\.memory=mem: the matrix has none, trajectory"):
+    with pytest.raises(ConfigError, match=r"select\.memory=mem: the matrix has none, memgen, trajectory"):
         cells(load_config(EvalConfig, "eval/memories", ["select.memory=[mem]"]))
     with pytest.raises(ConfigError, match=r"select\.home=a: the matrix has the axes environment, protocol"):
         cells(load_config(EvalConfig, "eval/memories", ["select.home=[a]"]))
