@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from compiler.base import Draft, Generators, TokenCompiler
+from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.decoding import Decoder
 from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
@@ -75,7 +75,8 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         return (*self.backbone.ids(text), self.backbone.end_id)
 
     def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> CompilerScores:
-        """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token."""
+        """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token, or
+        the prompt where an emission has no tokens."""
         memory = (self.backbone.memory_id,) * self.n_tokens
         rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
         batch = self.backbone.pad(rows, side="right")
@@ -121,6 +122,10 @@ class MemoryCompiler(TokenCompiler, nn.Module):
     ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
         self.eval()  # without dropout, as when scoring again
+        if not self.writes_text:
+            gaussian = self.score(prompts, [()] * len(prompts)).gaussian
+            self.train(was_training)
+            return [no_text()] * len(prompts), gaussian
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
         drafts, gaussian = Decoder(self, prompts, memories=memories, by=by, makes_soft=makes_soft).run(wanted)

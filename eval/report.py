@@ -149,6 +149,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],
         "plots": [_plot(path) for path in plots],
+        "memories": results.get("memories"),
     }
 
 
@@ -196,4 +197,5 @@ def _environment() -> Environment:
         error_kinds=ERROR_KINDS,
     )
     environment.filters.update(percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits)
+    environment.filters["written"] = table.written
     return environment

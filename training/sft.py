@@ -54,6 +54,7 @@ from training.sft_data import (
     bad_rows,
     bucketed,
     describe,
+    memory_systems,
     row_length,
 )
 from training.sft_losses import sft_losses
@@ -103,6 +104,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             )
         environments = rows_environments(data.folders)
         compiler, executor = load_models(config, environments)
+        _check_continues(config, compiler)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
         held_out_tasks = None
@@ -115,7 +117,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             executor=executor,
             rows=Subset(data.rows, data.training),
             out=out,
-            facts=environment_facts(list(environments)) | data.bank_versions() | _ablations(config) | skipped,
+            facts=environment_facts(list(environments)) | _facts_of_rows(config, data) | _ablations(config) | skipped,
             validation_rows=Subset(data.rows, data.validation),
             held_out_tasks=held_out_tasks,
         )
@@ -185,9 +187,25 @@ def exclude_bad_rows(
     return {"skipped_rows": len(bad)}
 
 
+def _check_continues(config: SftConfig, compiler: MemoryCompiler) -> None:
+    """Set whether a new compiler writes text. Raises: ConfigError, for a checkpoint of the other kind."""
+    if config.compiler.checkpoint is None:
+        compiler.writes_text = config.text
+    elif compiler.writes_text != config.text:
+        raise ConfigError(
+            f"{config.compiler.checkpoint} was trained with text={str(compiler.writes_text).lower()}: set text so, or "
+            "start from another checkpoint"
+        )
+
+
+def _facts_of_rows(config: SftConfig, data: SftData) -> dict[str, Any]:
+    """Return the banks of the rows, and the memory systems whose entries the compiler reads."""
+    return data.bank_versions() | (memory_systems(data.folders) if config.text else {})
+
+
 def _ablations(config: SftConfig) -> dict[str, bool]:
-    """Return the settings `soft` and `brief_state` if they are off, for a checkpoint's state."""
-    return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
+    """Return the settings `soft`, `brief_state` and `text` if they are off, for a checkpoint's state."""
+    return {name: False for name in ("soft", "brief_state", "text") if not getattr(config, name)}
 
 
 def progress_line(metrics: Metrics) -> str:

@@ -186,6 +186,7 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         "executor_reads": checkpoint.executor_inputs(found),
         "compiler_reads": config.compiler.reading,
         "environments": list(environments),
+        "text": checkpoint.writes_text(found),
     }
     weights = checkpoint.sha256(found)
     service = CompilerService(lambda: _load(config, instructions), config, weights, about)
