@@ -159,8 +159,10 @@ class Guide:
         recalled = await self._in_thread("memory", self._recall, session, steps, spec)
         if delivery.kind == "static":
             if not any(each.pasted for each in steps):
-                texts = _fitting([entry.text for entry in recalled.entries], left)
-                self._add(step, MemoryBlock(memory=memory_text(texts)), left)
+                kept = list[str]()  # whole entries, in order
+                for entry in recalled.entries:
+                    if self._add(step, MemoryBlock(memory=memory_text([*kept, entry.text])), left):
+                        kept.append(entry.text)
                 step.pasted = True
             return
         goal = goal_with_scene(session.task.goal, session.task.scene)
@@ -213,12 +215,14 @@ class Guide:
         finally:
             self.compile_seconds += time.perf_counter() - started
 
-    def _add(self, step: ProxyStep, block: MemoryBlock, left: float | None) -> None:
-        """Add a block to the step, if its texts are within the tokens that are left."""
+    def _add(self, step: ProxyStep, block: MemoryBlock, left: float | None) -> bool:
+        """Have the step add a block, if its texts are within the tokens that are left; return whether they are."""
         parts = block_parts(block, self.config.format)
         tokens = sum(word_tokens(part) for part in parts if isinstance(part, str))
-        if left is None or tokens <= left:
-            step.added, step.tokens = parts, tokens
+        if left is not None and tokens > left:
+            return False
+        step.added, step.tokens = parts, tokens
+        return True
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -295,15 +299,6 @@ def _begins(text: str, step: ProxyStep) -> bool:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _fitting(texts: list[str], left: float | None) -> list[str]:
-    """Return the texts that fit into a number of tokens together, in order."""
-    kept = list[str]()
-    for text in texts:
-        if left is None or word_tokens(memory_text([*kept, text])) <= left:
-            kept.append(text)
-    return kept
 
 
 def _kind(error: BaseException) -> str:

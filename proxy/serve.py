@@ -71,6 +71,10 @@ def serve_proxy(config: ProxyConfig, out: Path, host: str, port: int) -> None:
 
 def load_proxy(config: ProxyConfig, out: Path) -> Proxy:
     """Load what a proxy needs. Raises: as `serve_proxy`."""
+    try:
+        usable_delivery(config.deliver)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     mapping, upstream = mapped(config.mapping), _upstream(config)
     if config.memory.isolation == "scene" and mapping.scene is None:
         raise ConfigError("memory.isolation=scene: the mapping reads no scene; set mapping.scene or isolation=task")
