@@ -66,7 +66,13 @@ def serve_proxy(config: ProxyConfig, out: Path, host: str, port: int) -> None:
             date_header=False,
             timeout_graceful_shutdown=GRACE_S,
         )
-        uvicorn.Server(settings).run(sockets=[bound])
+        server: Any = uvicorn.Server(settings)
+
+        def leave(number: int, frame: object) -> None:
+            server.should_exit, server.force_exit = True, server.should_exit
+
+        server.handle_exit = leave  # uvicorn's own ends the process by the signal
+        server.run(sockets=[bound])
 
 
 def load_proxy(config: ProxyConfig, out: Path) -> Proxy:
@@ -139,7 +145,7 @@ def load_compile(config: ProxyConfig) -> tuple[Compiler | None, Compile]:
         env=config.env,
         seed=config.seed,
     )
-    service = service_of(served)
+    service = service_of(served, gather_s=0.0)  # an agent waits for its turn alone
     service.start()
     while service.trouble is not None and service.failure is None:
         time.sleep(0.02)

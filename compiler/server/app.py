@@ -202,9 +202,9 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         raise service.failure
 
 
-def service_of(config: ServeConfig) -> CompilerService:
-    """Create the service of a trained compiler, which is loaded when it starts. Raises: ConfigError, if no checkpoint
-    is set; CheckpointError."""
+def service_of(config: ServeConfig, gather_s: float = 0.005) -> CompilerService:
+    """Create the service of a trained compiler, which is loaded when it starts; `gather_s` as of `CompilerService`.
+    Raises: ConfigError, if no checkpoint is set; CheckpointError."""
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     found = checkpoint.find(Path(config.compiler.checkpoint))
@@ -217,7 +217,7 @@ def service_of(config: ServeConfig) -> CompilerService:
         "compiler_reads": config.compiler.reading,
         "environments": list(environments),
     }
-    return CompilerService(lambda: _load(config, instructions), config, checkpoint.sha256(found), about)
+    return CompilerService(lambda: _load(config, instructions), config, checkpoint.sha256(found), about, gather_s)
 
 
 def _load(config: ServeConfig, instructions: Instructions) -> TokenCompiler:

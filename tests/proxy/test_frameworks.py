@@ -37,10 +37,10 @@ from memory.trajectory import goal_with_scene
 from proxy.serve import load_proxy
 from tests.upstreams import ScriptedUpstream, Sent, completion, listening_proxy
 
-STEPS, GAMES = 5, 2
+STEPS = 4
 ENVIRONMENTS = {
-    "household": ["env={name: household, visual_share: 0, scenes: {test: 2}, images: false}", "split=test"],
-    "alfworld": ["memory.experience_limit=24"],
+    "household": ["env={name: household, visual_share: 0, scenes: {test: 2}, images: false}", "split=test", "limit=2"],
+    "alfworld": ["memory.experience_limit=16", "limit=1"],
 }
 _CALLED = re.compile(r"'command': (['\"])(.*)\1\}\}\}\]\s*\Z")
 
@@ -210,7 +210,7 @@ def material(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.param == "alfworld" and not os.environ.get("ALFWORLD_DATA"):
         pytest.skip("needs ALFWORLD_DATA")
     work = tmp_path_factory.mktemp(request.param)
-    overrides = [*ENVIRONMENTS[request.param], f"limit={GAMES}", f"max_steps={STEPS}"]
+    overrides = [*ENVIRONMENTS[request.param], f"max_steps={STEPS}"]
     config = load_config(EvalConfig, "eval/alfworld", overrides)
     with Environments(config.env) as envs:
         tasks, experience = select_tasks(config, envs, config.split or "test")

@@ -72,7 +72,7 @@ REPLIES = {
 
 def raw_post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, list[tuple[str, str]], bytes]:
     """Post with these headers only; return status, headers that are not for the connection, and the bytes."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request("POST", path, body, headers)
     answer = connection.getresponse()
     content = answer.read()
@@ -115,13 +115,15 @@ def test_models_and_embeddings_are_the_upstreams(pair: tuple[ScriptedUpstream, s
     upstream, url = pair
     upstream.sent.clear()
     upstream.script += [Reply([b'{"data": []}']), Reply([b'{"id": "a/b"}']), Reply([b'{"data": [1]}'])]
-    assert httpx.get(f"{url}/v1/models").json() == {"data": []}
-    assert httpx.get(f"{url}/v1/models/a/b").json() == {"id": "a/b"}
-    assert httpx.post(f"{url}/v1/embeddings", json={"input": "x"}).json() == {"data": [1]}
+    assert httpx.get(f"{url}/v1/models", timeout=60).json() == {"data": []}
+    assert httpx.get(f"{url}/v1/models/a/b", timeout=60).json() == {"id": "a/b"}
+    assert httpx.post(f"{url}/v1/embeddings", json={"input": "x"}, timeout=60).json() == {"data": [1]}
     assert [sent.path for sent in upstream.sent] == ["/v1/models", "/v1/models/a/b", "/v1/embeddings"]
     assert upstream.sent[2].json == {"input": "x"}
     assert raw_post(url, "/v1/completions", b"{}", {})[0] == 404
-    assert httpx.get(f"{url}/v1/models/%2e%2e/%2e%2e/metrics").status_code == 404 and len(upstream.sent) == 3
+    assert (
+        httpx.get(f"{url}/v1/models/%2e%2e/%2e%2e/metrics", timeout=60).status_code == 404 and len(upstream.sent) == 3
+    )
 
 
 def chat(*messages: tuple[str, str]) -> dict[str, Any]:
@@ -135,7 +137,7 @@ SHELF = "\nMemory: it is there. Do now: go to shelf 1"
 def test_a_stream_arrives_as_it_comes_and_is_read_for_its_action(tmp_path: Path) -> None:
     go = threading.Event()
     reply = Reply(deltas("go to", " shelf 1"), headers=[SSE], wait=lambda i: i == 0 or go.wait(20))
-    with proxied(tmp_path, script=[reply]) as (_, url), httpx.Client(timeout=20) as client:
+    with proxied(tmp_path, script=[reply]) as (_, url), httpx.Client(timeout=60) as client:
         with client.stream("POST", f"{url}/v1/chat/completions", json=START | {"stream": True}) as answer:
             chunks = answer.iter_raw()
             assert next(chunks) == reply.chunks[0] and not go.is_set()
@@ -154,7 +156,7 @@ def test_a_client_that_repeats_after_a_failure_finds_everything_as_it_was(tmp_pa
         Reply(deltas("go"), headers=[SSE], cut=True),
     ]
     compiler = Numbering()
-    with proxied(tmp_path, compiler, faults) as (upstream, url), httpx.Client(timeout=20) as client:
+    with proxied(tmp_path, compiler, faults) as (upstream, url), httpx.Client(timeout=60) as client:
         post = lambda body: client.post(f"{url}/v1/chat/completions", json=body)
         assert [post(START).status_code for _ in range(2)] == [429, 503]
         for _ in range(2):
@@ -178,13 +180,13 @@ def test_an_upstream_that_is_gone_or_too_slow_is_named(tmp_path: Path) -> None:
         slow = make_proxy(upstream.url, tmp_path, compiler, upstream={"url": upstream.url, "timeout_s": 0.3})
         with listening_proxy(slow) as url:
             with pytest.raises(httpx.RemoteProtocolError):  # its headers came, its content did not
-                httpx.post(f"{url}/v1/chat/completions", json=START, timeout=20)
-            answer = httpx.post(f"{url}/v1/chat/completions", json=START, timeout=20)
+                httpx.post(f"{url}/v1/chat/completions", json=START, timeout=60)
+            answer = httpx.post(f"{url}/v1/chat/completions", json=START, timeout=60)
             assert answer.status_code == 504 and "within 0.3 s" in answer.json()["error"]["message"]
         never.set()
     gone = make_proxy(upstream.url, tmp_path, compiler)
     with listening_proxy(gone) as url:
-        answer = httpx.post(f"{url}/v1/chat/completions", json=START, timeout=20)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=START, timeout=60)
     assert answer.status_code == 502 and "cannot be reached" in answer.json()["error"]["message"]
     assert len(compiler.requests) == 1  # the session of the first proxy went on in the second
 
@@ -196,10 +198,16 @@ def test_keys_come_from_the_environment_and_do_not_leak(tmp_path: Path) -> None:
         proxy = make_proxy(upstream.url, tmp_path, Numbering())
         proxy.upstream = Upstream(proxy.config.upstream, key="theirs", drops_key=True)
         with listening_proxy(proxy, key="ours") as url:
-            post = lambda key, path: httpx.post(f"{url}{path}", json=START, headers={"Authorization": f"Bearer {key}"})
+            post = lambda key, path: httpx.post(
+                f"{url}{path}", json=START, headers={"Authorization": f"Bearer {key}"}, timeout=60
+            )
             for path in ("/v1/chat/completions", "/v1/embeddings", "/sessions/a/end"):
                 assert post("wrong", path).status_code == 401
-            assert httpx.get(f"{url}/sessions").status_code == httpx.get(f"{url}/metrics").status_code == 401
+            assert (
+                httpx.get(f"{url}/sessions", timeout=60).status_code
+                == httpx.get(f"{url}/metrics", timeout=60).status_code
+                == 401
+            )
             assert post("ours", "/v1/chat/completions").status_code == 200
         [sent] = upstream.sent
         assert sent.headers["authorization"] == "Bearer theirs" and b"ours" not in json.dumps(sent.headers).encode()

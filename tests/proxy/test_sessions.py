@@ -33,7 +33,7 @@ def conversation(*said: str) -> dict[str, Any]:
 
 def post(url: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     named = {f"X-Memcompiler-{name}": value for name, value in headers.items()}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=named, timeout=20)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=named, timeout=60)
 
 
 def told(n: int) -> str:
@@ -113,15 +113,18 @@ def test_an_ended_session_is_an_episode_in_memory(tmp_path: Path) -> None:
     with proxied(tmp_path, script=[Reply([a]) for a in answers], **TURNS) as (_, url):
         post(url, conversation("View."), Session="s1", Deliver="none")
         post(url, conversation("View.", "go to shelf 1", "A mug 1."), Session="s1", Deliver="none")
-        assert [each["id"] for each in httpx.get(f"{url}/sessions").json()] == ["s1"]
+        assert [each["id"] for each in httpx.get(f"{url}/sessions", timeout=60).json()] == ["s1"]
         end = lambda body: httpx.post(f"{url}/sessions/s1/end", json=body)
         assert end({"rationale": "x"}).status_code == 422
         result = end({"success": True, "rationale": "the mug was in shelf 1", "observation": "Taken."})
         assert result.json() == end({"success": True}).json()  # asked again
         assert (result.json()["added"], result.json()["steps"]) == (1, 2)
-        assert httpx.post(f"{url}/sessions/s2/end", json={"success": True}).status_code == 404
+        assert httpx.post(f"{url}/sessions/s2/end", json={"success": True}, timeout=60).status_code == 404
         post(url, conversation("View."), Session="s3")
-        assert httpx.post(f"{url}/sessions/s3/end", json={"success": False, "commit": False}).json()["added"] == 0
+        assert (
+            httpx.post(f"{url}/sessions/s3/end", json={"success": False, "commit": False}, timeout=60).json()["added"]
+            == 0
+        )
     [entry] = MemoryBank(tmp_path / "bank").entries()
     assert entry.text.split("\n") == [
         "in home 1: put a mug in cabinet",
@@ -141,7 +144,7 @@ def test_what_one_episode_leaves_the_next_recalls(tmp_path: Path) -> None:
     with proxied(tmp_path, compiler, **TURNS) as (_, url):
         for _ in range(2):
             id = post(url, conversation("View.")).headers["x-memcompiler-session"]
-            assert httpx.post(f"{url}/sessions/{id}/end", json={"success": True}).status_code == 200
+            assert httpx.post(f"{url}/sessions/{id}/end", json={"success": True}, timeout=60).status_code == 200
     assert [len(request.memory) for request in compiler.requests] == [0, 1]
 
 
@@ -188,7 +191,7 @@ def test_sessions_are_bounded_in_number_time_and_size(tmp_path: Path) -> None:
             assert [session.id for session in proxy.store] == ["d"] and len(
                 list((tmp_path / "sessions").iterdir())
             ) == 1
-            text = httpx.get(f"{url}/metrics").text
+            text = httpx.get(f"{url}/metrics", timeout=60).text
             assert 'sessions_ended_total{how="evicted"} 1.0' in text and 'sessions_ended_total{how="idle"} 2.0' in text
 
 
@@ -205,7 +208,7 @@ def test_a_failing_compiler_is_named_and_its_words_stay_out_of_the_log(
         assert upstream.sent[-1].messages == conversation("bad")["messages"]
         assert post(url, conversation("bad", "look", "good"), Session="s").status_code == 200
         assert upstream.sent[-1].messages[-1]["content"] == "good" + told(2)
-        assert "memcompiler_proxy_failures_total 1.0" in httpx.get(f"{url}/metrics").text
+        assert "memcompiler_proxy_failures_total 1.0" in httpx.get(f"{url}/metrics", timeout=60).text
     strict = make_proxy(upstream.url, tmp_path / "strict", compiler, on_failure="refuse", **TURNS)
     with listening_proxy(strict) as url:
         assert post(url, conversation("bad")).status_code == 502

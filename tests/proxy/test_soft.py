@@ -47,7 +47,7 @@ def test_the_upstream_reads_the_prompt_of_the_built_in_executor(tmp_path: Path, 
         proxy.guide.accepts_soft, proxy.renderer = True, renderer_of(executor)
         upstream.sent.clear()
         with listening_proxy(proxy) as url:
-            post = lambda body: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+            post = lambda body: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
             messages = [{"role": "user", "content": f"Goal: put a mug in desk\n{said[0]}"}]
             messages += [{"role": ("assistant", "user")[i % 2], "content": t} for i, t in enumerate(said[1:])]
             for n in (1, 3):
