@@ -318,7 +318,6 @@ def proxy_app(proxy: Proxy, key: str | None = None) -> FastAPI:
         check_key(request, key, PROXY_KEY)
         return await read_body(request, proxy.config.max_body_mib, asyncio.get_running_loop().time() + READ_S)
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         status = "500"
         try:
@@ -337,9 +336,10 @@ def proxy_app(proxy: Proxy, key: str | None = None) -> FastAPI:
         path = request.scope["raw_path"].decode("ascii").removeprefix("/v1")
         return PassedReply(await proxy.upstream.send(request, path, await body_of(request)))
 
-    app.add_api_route("/v1/models", passed, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", passed, methods=["GET"])
-    app.add_api_route("/v1/embeddings", passed, methods=["POST"])
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/models", passed, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", passed, methods=["GET"])
+    app.add_route("/v1/embeddings", passed, methods=["POST"])
 
     @app.get("/sessions")
     async def sessions(request: Request) -> list[dict[str, Any]]:

@@ -302,5 +302,5 @@ def _hash(text: str) -> str:
 
 
 def _kind(error: BaseException) -> str:
-    """Name an exception without its message, which may quote memory."""
-    return type(error).__name__
+    """Name an exception, with its HTTP status if it has one, without its message, which may quote memory."""
+    return f"{type(error).__name__} {getattr(error, 'status', '')}".strip()

@@ -183,7 +183,7 @@ class SessionStore:
     def note_reply(self, session: ProxySession, key: str, action: str) -> None:
         """Record the action in the upstream's answer to a step."""
         step = session.steps.get(key)
-        if step is not None and action and step.reply != action and self._open.get(session.id) is session:
+        if step is not None and action and step.reply != action:
             step.reply = action
             self._write(session, {"reply": [key, action]})
 
@@ -210,7 +210,8 @@ class SessionStore:
                 self.end(session, "idle")
 
     def _write(self, session: ProxySession, row: dict[str, Any]) -> None:
-        JsonLines(self._path(session.id)).append_unflushed(row)
+        if self._open.get(session.id) is session:  # not for one that ended while a request was on its way
+            JsonLines(self._path(session.id)).append_unflushed(row)
 
     def _path(self, id: str) -> Path:
         return self.folder / f"{hashlib.sha256(id.encode()).hexdigest()[:32]}.jsonl"

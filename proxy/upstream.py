@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from starlette.requests import Request
@@ -47,10 +48,11 @@ class Upstream:
 
     def __init__(self, config: UpstreamConfig, key: str | None = None, drops_key: bool = False) -> None:
         self.url, self.timeout_s, self._key, self._drops_key = config.url, config.timeout_s, key, drops_key
-        timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
         limits = httpx.Limits(max_connections=config.connections, max_keepalive_connections=config.connections)
-        outside = not is_loopback(urlsplit(config.url).hostname or "")
-        self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=outside)
+        # Without a client, whose cookies, redirects and default headers would be in the way.
+        self._transport = httpx.AsyncHTTPTransport(limits=limits, proxy=_proxy_for(config.url))
+        timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
+        self._extensions = {"timeout": timeout.as_dict()}
 
     async def send(self, request: Request, path: str, body: bytes) -> httpx.Response:
         """Send a request with this body; return the reply once its headers are there, its content unread.
@@ -59,8 +61,14 @@ class Upstream:
             Refusal: 502 or 504 without a reply, 499 if the client disconnects before.
         """
         query = f"?{request.url.query}" if request.url.query else ""
-        sent = httpx.Request(request.method, f"{self.url}{path}{query}", headers=self._headers(request), content=body)
-        reply = asyncio.ensure_future(self.client.send(sent, stream=True))
+        sent = httpx.Request(
+            request.method,
+            f"{self.url}{path}{query}",
+            headers=self._headers(request),
+            content=body,
+            extensions=self._extensions,
+        )
+        reply = asyncio.ensure_future(self._transport.handle_async_request(sent))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +93,17 @@ class Upstream:
         return [*headers, *key]
 
     async def close(self) -> None:
-        await self.client.aclose()
+        """Close all connections."""
+        await self._transport.aclose()
+
+
+def _proxy_for(url: str) -> str | None:
+    """Return the HTTP proxy of the environment for an address; None for this machine's own."""
+    parts = urlsplit(url)
+    if is_loopback(parts.hostname or "") or proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
 
 
 class PassedReply(Response):
