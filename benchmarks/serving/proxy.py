@@ -38,7 +38,7 @@ ENTRIES = 100  # in the memory
 READY_S = 120.0
 
 
-class _Clock:
+class TimedCompiler:
     """A compiler that takes a fixed time, and tells how long it took."""
 
     broken = None
@@ -75,7 +75,9 @@ def measure_proxy(
             child.start()
         try:
             _wait_until_ready(urls)
-            typer.echo("\n".join(_measured(urls, took, lambda: _processor_seconds(children[1].pid), requests, turns)))
+            typer.echo(
+                "\n".join(measured_rows(urls, took, lambda: _processor_seconds(children[1].pid), requests, turns))
+            )
         finally:
             for child in children:
                 child.terminate()
@@ -95,7 +97,9 @@ def _processor_seconds(pid: int | None) -> float:
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def _measured(urls: Sequence[str], took: Any, processor: Callable[[], float], requests: int, turns: int) -> list[str]:
+def measured_rows(
+    urls: Sequence[str], took: Any, processor: Callable[[], float], requests: int, turns: int
+) -> list[str]:
     """Send all requests, the kinds by turns, so that other load meets all of them; return a table."""
     kinds = {"the upstream alone": (urls[0], ""), **{f"proxy, {name}": (urls[1], name) for name in DELIVERIES}}
     spent: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -177,7 +181,7 @@ def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: 
         for i in range(ENTRIES)
     )
     served = ServeConfig(compiler=CompilerConfig())
-    clock: Any = _Clock(seconds, took)
+    clock: Any = TimedCompiler(seconds, took)
     service = CompilerService(lambda: clock, served, gather_s=0.0)
     service.start()
     guide = Guide(

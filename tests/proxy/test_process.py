@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import httpx
 import pytest
@@ -13,14 +14,14 @@ import pytest
 pytest.importorskip("fastapi", reason="the proxy needs the extra serve")
 pytest.importorskip("uvicorn", reason="the proxy needs the extra serve")
 
-from benchmarks.serving.proxy import measure_proxy
+from benchmarks.serving.proxy import TimedCompiler, measured_rows
 from configs.load import ConfigError
 from configs.proxy import ProxyConfig
 from memory.bank import MemoryBank
 from proxy.serve import load_proxy
 from runtime.http import free_port, responds
 from runtime.processes import ChildProcess
-from tests.upstreams import Reply, ScriptedUpstream, completion, listening_proxy, make_proxy
+from tests.upstreams import Reply, ScriptedUpstream, completion, listening_proxy, make_proxy, proxied
 
 SAID = ["put a mug in desk", "go to shelf 1", "You see a mug 1.", "take mug 1"]
 
@@ -73,9 +74,12 @@ def test_settings_that_do_not_fit_are_named_before_anything_is_served(
             ProxyConfig.model_validate({"mapping": {"goal": wrong}})
 
 
-@pytest.mark.seconds
-def test_the_benchmark_prints_what_the_proxy_adds(capsys: pytest.CaptureFixture[str]) -> None:
-    measure_proxy(requests=10, turns=2, compile_ms=1.0)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+def test_the_benchmark_reports_what_the_proxy_adds(tmp_path: Path) -> None:
+    took: SimpleQueue[float] = SimpleQueue()
+    with proxied(tmp_path, TimedCompiler(0.001, took)) as (upstream, url):
+        addresses = [upstream.url.removesuffix("/v1"), url]
+        lines = measured_rows(addresses, took, lambda: 0.0, requests=4, turns=2)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     assert [row[0] for row in rows[1:]] == ["the upstream alone", "proxy, none", "proxy, static", "proxy, compiled"]
-    assert all(float(row[1]) > 0 for row in rows) and rows[1][3] == "0.00"
+    assert all(float(row[1]) > 0 for row in rows) and rows[1][3] == "0.00" and took.empty()
+    assert len(upstream.sent) == 4 * (4 + 2)
