@@ -56,7 +56,8 @@ def test_every_level_of_the_axis_is_a_system_and_a_list_selects_them() -> None:
     for level, settings in both.matrix["memory"].items():  # pyright: ignore[reportAttributeAccessIssue]
         assert settings.get("memory.system", level) == level
     shipped = load_config(EvalConfig, "eval/memories")
-    assert set(shipped.select["memory"]) == {"none", *SYSTEMS} and set(SYSTEMS) <= set(names())
+    others = {"amem", "gmemory", "mem0", "langmem"}
+    assert set(shipped.select["memory"]) == {"none", *SYSTEMS, *others} and {*SYSTEMS, *others} <= set(names())
     with pytest.raises(ConfigError, match=r"select\.memory=mem: the matrix has none, memgen, trajectory"):
         cells(load_config(EvalConfig, "eval/memories", ["select.memory=[mem]"]))
     with pytest.raises(ConfigError, match=r"select\.home=a: the matrix has the axes environment, protocol"):
