@@ -9,7 +9,7 @@ from memcompiler.hub import model_settings
 from runtime.http import check_loopback
 
 # Played without RUN: the shipped compiler and executor, in homes that are generated.
-DEFAULT = ("zoo/alfworld", "env=household", "max_steps=30")
+DEFAULT = ("zoo/alfworld", "env=household", "split=null", "max_steps=30")
 
 
 def run_play(
@@ -35,5 +35,4 @@ def run_play(
     if stage is None:
         config = model_settings(name, [*own, *overrides])
         stage = Stage(config, out or OUT / config.env.name)
-    inputs = [folder] if stage.library.files else []
-    serve_play(stage, host, port, inputs, browser)
+    serve_play(stage, host, port, folder if stage.library.files else None, browser)

@@ -69,7 +69,7 @@ class Line:
     @property
     def over(self) -> bool:
         """Return whether the episode has ended."""
-        return len(self.answers) == len(self.moves)
+        return bool(self.answers) and (self.answers[-1].success or self.answers[-1].done)
 
     @property
     def commands(self) -> list[str]:
@@ -210,7 +210,8 @@ class Game:
         episode = line.episode
         if episode is None or t >= len(episode.steps):
             raise PlayError(f"step {t} is not decided yet")
-        ids = episode.memory_ids if episode.steps[t].memory_ids is None else episode.steps[t].memory_ids
+        later = episode.steps[t].memory_ids
+        ids = episode.memory_ids if later is None else later
         if unknown := [id for id in edits if id not in ids]:
             raise PlayError(f"step {t} recalls no entry {unknown[0]!r}")
 
@@ -351,15 +352,16 @@ class SeatedCompiler:
         """Return the step's compilation."""
         seats, move = self._seats, self._seats.move
         assert seats.compiler is not None  # else the delivery has none
-        if move.compilation is None:
-            if move.emission is not None:
-                found = compile_as_written(seats.compiler, requests[0], move.emission)
-            else:
-                [found] = seats.compiler.compile(requests, *contexts)  # type: ignore[call-arg]
-            if isinstance(found, Exception):
-                raise found
-            seats.note(compilation=found)
-        return [seats.move.compilation or found]
+        if move.compilation is not None:
+            return [move.compilation]
+        if move.emission is not None:
+            found = compile_as_written(seats.compiler, requests[0], move.emission)
+        else:
+            [found] = seats.compiler.compile(requests, *contexts)  # type: ignore[call-arg]
+        if isinstance(found, Exception):
+            raise found
+        seats.note(compilation=found)
+        return [found]
 
 
 class SeatedExecutor:

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -157,6 +157,11 @@ class Games:
         finally:
             line.episode.steps = steps
 
+    def warm_up(self) -> None:
+        """Load models and memory before the first game asks for them. What fails is said when a game needs it."""
+        with self._lock, suppress(PlayError):
+            self.stage.warm_up()
+
     def close(self) -> None:
         """Close all games."""
         for game in self._games.values():
@@ -213,8 +218,7 @@ def play_app(stage: Stage, record: PlayRecord | None = None) -> FastAPI:
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
-        with games.turn():
-            return _state(stage, games)
+        return _state(stage, games)  # needs no turn: tasks and episodes do not change
 
     @app.get("/api/episodes/{number}")
     def episode(number: int) -> dict[str, Any]:

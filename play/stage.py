@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from configs.load import ConfigError
 from data_gen.experience import experience_tasks, open_experience_bank, require_expert
 from data_gen.memory_factory import open_memory
 from data_gen.tasks import episode_specs
-from envs.base import Task
+from envs.base import EnvironmentFailure, Task
 from envs.registry import Environments, command_reader_for, compiler_instructions_for, evaluation_split
 from eval.metrics import display_name
 from eval.model_cache import ModelCache
@@ -28,6 +29,7 @@ from memory.protocol import MemorySystem
 from play.game import Game, PlayError, recorded_moves
 from play.library import Library
 
+log = logging.getLogger("memcompiler.play")
 TRAIN, FEW = "train", 32  # the split and the number of tasks where the settings name none
 FAVOURITES = ("none", "compiled")  # side by side at first
 
@@ -58,6 +60,13 @@ class Stage:
         if self.envs is not None:
             self.envs.close()
 
+    def warm_up(self) -> None:
+        """Load executor, compiler and memory. Raises: PlayError."""
+        config, _ = self._playable()
+        _loaded(lambda: self.models.executor(config))
+        self._compiler()
+        _ = self.memory
+
     @cached_property
     def split(self) -> str:
         """The split that is played: the settings', for recorded episodes the evaluated one, else the training split."""
@@ -77,8 +86,14 @@ class Stage:
         """The tasks that can be played, by id; none for a folder that can only be watched."""
         if self.envs is None or self.config is None:
             return {}
-        listed = self.envs.tasks(self.split)
         recorded = {episode.task_id for episode in self.library.episodes}
+        try:
+            listed = self.envs.tasks(self.split)
+        except (EnvironmentFailure, ValueError, OSError, ImportError) as error:
+            if not recorded:
+                raise
+            log.warning("the episodes can be watched only: %s", error)
+            return {}
         if recorded:
             return {task.id: task for task in listed if task.id in recorded}
         return {task.id: task for task in listed[: self.config.limit or FEW]}
