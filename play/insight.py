@@ -70,7 +70,13 @@ def nearest_words(executor: Executor, soft: Tensor | None, k: int = WORDS) -> li
         likeness = torch.nn.functional.normalize(soft.to(unit), dim=-1) @ unit.T
         best = likeness.topk(min(k, len(unit)), dim=-1)
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [[(tokenizer.decode([id]), value) for id, value in zip(ids, values, strict=True)] for ids, values in rows]
+    return [[(_word(tokenizer, id), value) for id, value in zip(ids, values, strict=True)] for ids, values in rows]
+
+
+def _word(tokenizer: Any, id: int) -> str:
+    """Return a token's text; its name where it is only a part of a character."""
+    text = tokenizer.decode([id])
+    return str(tokenizer.convert_ids_to_tokens(id)) if "\N{REPLACEMENT CHARACTER}" in text else text
 
 
 def compile_as_written(compiler: Compiler, request: CompileRequest, emission: Emission) -> Compilation:

@@ -8,7 +8,7 @@ const Player = (() => {
   const alone = document.body.classList.contains("alone");
   const MARKS = { success: "✓", failure: "✗", broken: "!" };
   const SHOWN_COMMANDS = 6;
-  const now = { task: 0, t: 0, active: 0, playing: 0, lanes: [] };  // a lane: { name, view, live }
+  const now = { task: 0, t: 0, active: 0, shown: 0, playing: 0, lanes: [] };  // a lane: { name, view, live }
   const filters = { outcome: "", family: "", type: "", emission: "" };
   const hooks = {};  // filled by play.js
   const opened = new Set();  // names of the parts that the reader has opened
@@ -20,7 +20,7 @@ const Player = (() => {
       else if (value === true) node.setAttribute(name, "");
       else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
     }
-    node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
+    node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
     return node;
   }
   const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
@@ -223,7 +223,7 @@ const Player = (() => {
     const { view } = lane;
     const step = view.steps[Math.min(now.t, view.steps.length - 1)];
     head.push(outcomeOf(lane), hook("tools", lane, index));
-    const about = `${view.steps.length} steps · progress ${number(view.progress, 2)} · ${lane.live && !lane.live.over ? "" : `${view.stop_reason.replaceAll("_", " ")} · `}seed ${view.seed}`;
+    const about = `${view.steps.length} ${view.steps.length === 1 ? "step" : "steps"} · progress ${number(view.progress, 2)} · ${lane.live && !lane.live.over ? "" : `${view.stop_reason.replaceAll("_", " ")} · `}seed ${view.seed}`;
     return el("article", { class: `lane${index === now.active ? " active" : ""}`, "data-delivery": view.delivery, onpointerdown: () => { now.active = index; } },
       el("header", {}, el("div", { class: "row" }, head), el("p", { class: "about" }, about), (view.error || lane.error) && el("p", { class: "bad data" }, lane.error || view.error),
         stepDots(lane, index)),
@@ -298,14 +298,17 @@ const Player = (() => {
   function render() {
     const entry = tasks()[now.task];
     const held = document.activeElement?.id;
-    const scrolled = root.querySelector(".lanes")?.scrollLeft || 0;
+    const before = root.querySelector(".lanes");
     root.replaceChildren(...[chooser(),
       entry && el("p", { class: "goal" }, el("b", { class: "data" }, entry.task.goal),
         el("span", { class: "tags" }, [entry.task.kind, entry.task.scene, entry.task.family_title, entry.task.id].filter(Boolean).map((text) => el("span", { class: "data" }, text)))),
       entry && transport(),
       entry && el("div", { class: `lanes n${now.lanes.filter((lane) => lane.name).length}` }, now.lanes.map(laneNode)),
       el("p", { class: "keyhelp" }, "Keys: ← → step, Home End, space plays on, x changes the column", data.live ? ", e writes guidance, 1 to 9 choose a command." : ".")].filter(Boolean));
-    root.querySelector(".lanes")?.scrollTo({ left: scrolled });
+    const lanes = root.querySelector(".lanes");
+    const moved = lanes && now.shown !== now.active && lanes.children[now.active];
+    lanes?.scrollTo({ left: moved ? moved.offsetLeft - lanes.offsetLeft : before?.scrollLeft || 0 });  // on a phone
+    now.shown = now.active;
     if (held) document.getElementById(held)?.focus();
   }
 

@@ -71,7 +71,7 @@ class Browser:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
 
-    def _read(self, seconds: float = 60) -> dict[str, Any]:
+    def _read(self, seconds: float = 120) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while b"\0" not in self._rest:
             if not select.select([self._from], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -104,14 +104,13 @@ class Browser:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 60) -> Any:
-        """Wait until an expression is true, and return its value."""
+    def wait(self, script: str, seconds: float = 60) -> None:
+        """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{script} stayed false; the page says: {self.run('document.body.innerText')}")
             time.sleep(0.05)
-        return value
 
     def press(self, key: str) -> None:
         """Press a key."""
