@@ -129,17 +129,7 @@ const Player = (() => {
         el("tbody", {}, rows)));
   }
 
-  function bar(p, kind) {
-    const shape = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    shape.setAttribute("class", `prob ${kind}`);
-    shape.setAttribute("viewBox", "0 0 100 6");
-    shape.setAttribute("preserveAspectRatio", "none");
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    rect.setAttribute("width", String(Math.max(0.6, 100 * p)));
-    rect.setAttribute("height", "6");
-    shape.append(rect);
-    return shape;
-  }
+  const bar = (p, kind) => el("meter", { class: `prob ${kind}`, min: "0", max: "1", value: String(p) });
 
   // The commands of a step, likeliest first.
   function ranked(step) {

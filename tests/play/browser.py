@@ -84,6 +84,8 @@ class Browser:
         """Keep what the page complains about: exceptions, refused loads, violations of its policy."""
         if message.get("method") == "Runtime.exceptionThrown":
             self.problems.append(json.dumps(message["params"])[:2000])
+        if message.get("method") == "Page.javascriptDialogOpening":
+            self.problems.append(f"a dialog: {message['params']['message']}")
         if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
             self.problems.append(message["params"]["entry"]["text"])
 
