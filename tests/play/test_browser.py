@@ -17,7 +17,7 @@ from play.stage import Stage
 from runtime.http import LOOPBACK, bound_socket
 from tests.eval.pages import HOSTILE, episode, hostile_episode
 from tests.play.browser import CHROMIUM, Browser
-from tests.waiting import wait_for
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +32,7 @@ def address(stage: Stage) -> Iterator[str]:
     bound = bound_socket(LOOPBACK, 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    wait_for(lambda: server.started, "the server listens")
+    until(lambda: server.started)
     yield f"http://{LOOPBACK}:{bound.getsockname()[1]}/"
     server.should_exit = True
     thread.join(20)

@@ -111,6 +111,10 @@ def test_a_recorded_episode_is_watched_and_played_on(ask: Ask, stage: Stage, tmp
     watched = ask(f"/api/episodes/{number}")
     assert [step["action"] for step in watched["steps"]] == ["look", "help", "look"]
     asked = {"task": "", "delivery": "none", "episode": number, "t": 2}
+    folder = TestClient(play_app(Stage(None, tmp_path, stage.library)), base_url="http://127.0.0.1")
+    listed = folder.get("/api/state").json()
+    assert not listed["deliveries"] and not listed["tasks"][0]["playable"] and len(listed["tasks"][0]["recorded"]) > 1
+    assert "watched only" in folder.post("/api/games", json=asked).json()["error"]  # it names no models
     on = ask("/api/games", asked)
     assert commands(on) == ["look", "help", "look"] and on["view"]["delivery"] == "none"
     stage.library.open = lambda n: _elsewhere(Library(stage.library.files).open(n))  # type: ignore[method-assign]
