@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from eval.metrics import results
 from eval.player import episode_view, player_page
 from eval.report import write_report
-from play.server import play_app
 from play.stage import Stage
 from runtime.http import LOOPBACK, bound_socket
 from tests.eval.pages import HOSTILE, episode, hostile_episode
 from tests.play.browser import CHROMIUM, Browser
 from tests.waiting import until
+
+pytest.importorskip("fastapi", reason="the page needs the extra serve")
+uvicorn = pytest.importorskip("uvicorn", reason="the page needs the extra serve")
+
+from play.server import play_app  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

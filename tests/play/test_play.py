@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from data_gen.leakage import check_rows
 from data_gen.rows import load_rows
 from play.library import Library
 from play.record import open_record
-from play.server import MAX_BODY, MAX_GAMES, play_app
 from play.stage import Stage
 from tests.eval.pages import Page
+
+pytest.importorskip("fastapi", reason="the page needs the extra serve")
+
+from fastapi.testclient import TestClient
+
+from play.server import MAX_BODY, MAX_GAMES, play_app
 
 Ask = Callable[..., Any]
 
