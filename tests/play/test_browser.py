@@ -55,7 +55,8 @@ def test_a_visitor_opens_steps_edits_branches_and_compares(address: str, tmp_pat
         page.run("document.querySelector('.edit textarea').value = 'help'")
         page.run("document.querySelector('.edit textarea').dispatchEvent(new Event('input'))")
         page.run("[...document.querySelectorAll('.edit button')].find((b) => b.textContent === 'deliver').click()")
-        page.wait(f"document.querySelector('.lane.active .emission')?.textContent === '> memory says so | help' && {IDLE}")
+        said = "document.querySelector('.lane.active .emission')?.textContent"
+        page.wait(f"{said} === '> memory says so | help' && {IDLE}")
         assert page.run("document.querySelector('.lane.active .action b').textContent") == "help"
         page.press("Home")
         page.press("2")  # another command at step 0: a branch
