@@ -137,7 +137,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     episodes = [each for of_delivery in per_delivery.values() for each in of_delivery]
     html = write_report(run_results, episodes, tmp_path / "bad.html", [plot]).read_text(encoding="utf-8")
     page, clean = Page(html), Page(write(harmless, tmp_path / "good.html"))
-    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags} | {"figure", "figcaption"}
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags} | {"figure", "figcaption", "img"}
     assert len(page.inside["script"]) == 3
     assert page.inside["script"][2] == clean.inside["script"][2]
     assert not {"onerror"} & {name for _, attrs in page.tags for name in attrs}
