@@ -100,3 +100,14 @@ def _results(backend: Backend, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(rows) == 1:
             return [error]
         return [_results(backend, [row])[0] for row in rows]
+
+
+class Unbatched(StepBatcher):
+    """Calls each backend at once, for a loop without other episodes to batch with."""
+
+    async def call(self, index: int, backend: Backend, *arguments: Any) -> tuple[Any, float]:
+        started = time.perf_counter()
+        [answer] = backend(*([argument] for argument in arguments))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, time.perf_counter() - started

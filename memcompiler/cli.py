@@ -314,6 +314,27 @@ def merge(
     typer.echo(str(merged(run, out, overrides or [])))
 
 
+@app.command()
+def play(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="A run folder, a checkpoint, or a shipped name; none: shipped models in generated homes."),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the rows that you make (default: out/play/ENV).")
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8200,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Watch and play in a browser: episodes step by step, with memory, Brief State, guidance, soft tokens and the
+    probabilities of commands; change them, act, branch (docs/guides/play.md)."""
+    from memcompiler.playing import run_play
+
+    run_play(run, overrides or [], out=out, host=host, port=port, browser=browser)
+
+
 # reports --------------------------------------------------------------------------------------------------------------
 
 
