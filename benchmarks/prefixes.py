@@ -6,7 +6,8 @@
 Without ROWS, episodes have random tokens at the paper's lengths: ten rows with 1,500 tokens of instructions and memory
 in common, 400 of their own, an emission of 184 and 16 memory tokens. DIR is a text model that serves as compiler and
 executor. GRPO's update is timed without its rollouts, with samples of these rows and `density_root` gradients, which do
-not run the executor. Both variants alternate, so that other load on the machine affects both; medians are compared.
+not run the executor. Both variants alternate, so that other load on the machine affects both; the ratio is that of
+processor seconds, the median over steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from envs.spec import ExecutorInstructions
 from eval.table import markdown_table
 from executor.build import load_frozen
 from lm.prompt import Prompt
-from lm.shared_prefixes import find_prefixes
+from lm.shared_prefixes import find_prefixes, tokens_saved
 from plan.budget import Lengths
 from runtime.progress import disable_library_progress_bars
 from training.grpo import GrpoTrainer
@@ -148,7 +149,7 @@ def tokens_read(compiler: MemoryCompiler, rows: Sequence[Example], config: SftCo
     read = sum(len(row.prompt.ids) + len(row.emission) + compiler.n_tokens for row in rows)
     for at in range(0, len(rows) if config.share_prefix else 0, config.micro_batch_size):
         prompts = [row.prompt for row in rows[at : at + config.micro_batch_size]]
-        read -= sum(prefix.tokens * (len(prefix.rows) - 1) for prefix in find_prefixes(compiler.backbone, prompts))
+        read -= tokens_saved(find_prefixes(compiler.backbone, prompts))
     return read
 
 
@@ -161,6 +162,7 @@ def prefixes(
     acting: Annotated[int, typer.Option(min=32, help="Tokens of the executor's prompt, without --rows.")] = 272,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes of a step; with --rows of GRPO alone.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 2,
+    warm_up: Annotated[int, typer.Option(min=0, help="Steps before those.")] = 1,
     micro: Annotated[int, typer.Option(min=1, help="Rows per micro-batch that shares prefixes.")] = STEPS,
     micro_whole: Annotated[int, typer.Option(min=1, help="Whole rows per micro-batch.")] = 2,
 ) -> None:
@@ -169,18 +171,22 @@ def prefixes(
         raise typer.BadParameter("give --model, or --rows")
     disable_library_progress_bars()
     task = Task(stage, rows, model, dtype, episodes, replace(Lengths(), acting=acting))
-    sizes, read, seconds = {"once": micro, "in every row": micro_whole}, dict[str, int](), dict[str, list[float]]()
+    sizes, read = {"once": micro, "in every row": micro_whole}, dict[str, int]()
+    seconds, busy = ({name: list[float]() for name in sizes} for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         made = {name: task.variant(name == "once", size, Path(folder, name)) for name, size in sizes.items()}
-        for step in range(steps + 1):
+        for step in range(-warm_up, steps):
             for name, (take, count) in made.items():
-                read[name] = read.get(name, 0) + count() * (step > 0)  # the first step warms up
-                started = time.perf_counter()
+                read[name] = read.get(name, 0) + count() * (step >= 0)
+                started, used = time.perf_counter(), time.process_time()
                 take()
-                seconds.setdefault(name, []).extend([time.perf_counter() - started] * (step > 0))
-    columns = ["prefixes are read", "micro-batch", "compiler tokens", "seconds"]
-    table = [[n, f"{sizes[n]}", f"{read[n] / steps:.0f}", f"{statistics.median(seconds[n]):.2f}"] for n in made]
+                if step >= 0:
+                    seconds[name].append(time.perf_counter() - started)
+                    busy[name].append(time.process_time() - used)
+    columns = ["prefixes are read", "micro-batch", "compiler tokens", "seconds", "processor seconds"]
+    times = lambda name: [f"{statistics.median(of[name]):.2f}" for of in (seconds, busy)]
+    table = [[name, f"{sizes[name]}", f"{read[name] / steps:.0f}", *times(name)] for name in made]
     typer.echo("\n".join(markdown_table(columns, table)))
-    ratios = [whole / once for once, whole in zip(*seconds.values(), strict=True)]
+    ratios = [whole / once for once, whole in zip(*busy.values(), strict=True)]
     typer.echo(f"\n{stage}, {steps} steps; ratio by step from {min(ratios):.2f} to {max(ratios):.2f}")
     typer.echo(f"ratio: {statistics.median(ratios):.2f}")

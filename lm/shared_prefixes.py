@@ -53,23 +53,31 @@ class RowStates:
 def read_rows(
     backbone: Backbone, prompts: Sequence[Prompt], ends: Sequence[Sequence[int]], sharing: Sharing = "never"
 ) -> RowStates:
-    """Read rows, each a prompt and the tokens behind it. A prompt's last token is never part of a shared prefix.
-
-    Models without full attention (`Backbone.attends_fully`) read whole rows."""
+    """Read rows, each a prompt and the tokens behind it."""
     rows = [prompt.extended(end) for prompt, end in zip(prompts, ends, strict=True)]
-    if sharing != "never" and backbone.attends_fully:
-        prefixes = find_prefixes(backbone, prompts)
-        if sharing == "always" or tokens_read(prefixes, rows) <= WORTH * len(rows) * max(len(row.ids) for row in rows):
-            return _read_behind(backbone, rows, prefixes, joined=sharing == "always")
+    if prefixes := prefixes_to_share(backbone, prompts, rows, sharing):
+        return _read_behind(backbone, rows, prefixes, joined=sharing == "always")
     batch = backbone.pad(rows, "right")
     return RowStates(batch.tokens, backbone.hidden(batch), (0,) * len(rows))
+
+
+def prefixes_to_share(
+    backbone: Backbone, prompts: Sequence[Prompt], rows: Sequence[Prompt], sharing: Sharing
+) -> list[Prefix]:
+    """Return the prefixes of rows that begin with these prompts; none if rows are read whole, as by all models without
+    full attention (`Backbone.attends_fully`)."""
+    if sharing == "never" or not backbone.attends_fully:
+        return []
+    prefixes = find_prefixes(backbone, prompts)
+    pays = tokens_read(prefixes, rows) <= WORTH * len(rows) * max(len(row.ids) for row in rows)
+    return prefixes if pays or sharing == "always" else []
 
 
 def find_prefixes(backbone: Backbone, prompts: Sequence[Prompt]) -> list[Prefix]:
     """Divide prompts into groups with a common prefix, so that the fewest tokens are read.
 
-    A prompt alone in its group is cut where it leaves about as much as the others: a batch is padded to its longest
-    row."""
+    A prompt's last token is never part of a prefix. A prompt alone in its group is cut where it leaves about as much as
+    the others: a batch is padded to its longest row."""
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].ids)
     sizes = [len(prompts[i].ids) - 1 for i in order]
     pairs = [
@@ -78,11 +86,11 @@ def find_prefixes(backbone: Backbone, prompts: Sequence[Prompt]) -> list[Prefix]
     ]
     spans = best_groups([tokens for tokens, _ in pairs])
     longest = max((min(pairs[i:j])[0] for i, j in spans if i < j), default=0) or max(sizes)
-    prefixes = []
-    for i, j in spans:
-        alone = lambda i=i: backbone.shared_prefix([prompts[order[i]]], min(longest, sizes[i]))
-        prefixes.append(Prefix(tuple(order[i : j + 1]), *(min(pairs[i:j]) if i < j else alone())))
-    return prefixes
+    common = [
+        min(pairs[i:j]) if i < j else backbone.shared_prefix([prompts[order[i]]], min(longest, sizes[i]))
+        for i, j in spans
+    ]
+    return [Prefix(tuple(order[i : j + 1]), *cut) for (i, j), cut in zip(spans, common, strict=True)]
 
 
 def best_groups(shared: Sequence[int]) -> list[tuple[int, int]]:
@@ -102,6 +110,11 @@ def best_groups(shared: Sequence[int]) -> list[tuple[int, int]]:
         groups.append((first[last], last))
         last = first[last] - 1
     return groups[::-1]
+
+
+def tokens_saved(prefixes: Sequence[Prefix]) -> int:
+    """Count the tokens that are read less often, padding excluded."""
+    return sum(prefix.tokens * (len(prefix.rows) - 1) for prefix in prefixes)
 
 
 def tokens_read(prefixes: Sequence[Prefix], rows: Sequence[Prompt]) -> int:
