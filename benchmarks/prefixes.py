@@ -4,7 +4,8 @@
     memcompiler bench prefixes sft|grpo --rows ROWS          (rows of the quickstart, with its models)
 
 Without ROWS, episodes have random tokens at the paper's lengths: ten rows with 1,500 tokens of instructions and memory
-in common, 400 of their own, an emission of 184 and 16 memory tokens. DIR is a text model that serves as compiler and
+in common, 400 of their own, an emission of 184 and 16 memory tokens; the last two lengths are means, because real rows
+are not equally long, and attention then needs a mask. DIR is a text model that serves as compiler and
 executor. GRPO's update is timed without its rollouts, with samples of these rows and `density_root` gradients, which do
 not run the executor. Both variants alternate, so that other load on the machine affects both; the ratio is that of
 processor seconds, the median over steps.
@@ -89,8 +90,8 @@ class Task:
     def _grpo(self, given: list[str], rows: Sequence[SftRow], out: Path) -> Variant:
         config = load_config(GrpoConfig, "grpo/quickstart", [*given, "loss.latent_gradient=density_root"])
         executor = load_frozen(config.executor, ExecutorInstructions(INSTRUCTIONS))
-        compiler, stub = load_compiler(config.compiler, executor), SimpleNamespace(served=None)  # no episode is played
-        engine: Any = stub
+        compiler = load_compiler(config.compiler, executor)
+        engine: Any = SimpleNamespace(served=None, environment="")  # no episode is played
         trainer = GrpoTrainer(config, compiler, executor=executor, engine=engine, specs=[engine], out=out)
         if self.rows:
             encoded = EncodedRows(rows, compiler, executor, soft=True)
@@ -111,14 +112,14 @@ def random_examples(task: Task, compiler: MemoryCompiler, placeholder: int) -> l
         common = tokens(size.memory)
         examples += [
             Example(
-                prompt=Prompt((*common, *tokens(size.prompt - size.memory))),
-                emission=tokens(size.emission),
+                prompt=Prompt((*common, *tokens(size.prompt - size.memory + 8 * t - 36))),
+                emission=tokens(size.emission + 8 * (7 * t % STEPS) - 36),
                 executor_prompt=Prompt((*tokens(size.acting - compiler.n_tokens), *(placeholder,) * compiler.n_tokens)),
                 action=tokens(size.action),
                 memory_ids=common,
                 soft_read=True,
             )
-            for _ in range(STEPS)
+            for t in range(STEPS)
         ]
     return examples
 

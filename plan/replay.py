@@ -117,7 +117,7 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     stub: Any = shaped_executor(config.executor, ledger) if pathwise else NoExecutor()
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())
-    engine: Any = SimpleNamespace(served=None)  # no episode is played
+    engine: Any = SimpleNamespace(served=None, environment="")  # no episode is played
     trainer = GrpoTrainer(
         config=alone, compiler=compiler, executor=stub, engine=engine, specs=[engine], out=Path("nowhere")
     )
