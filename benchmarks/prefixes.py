@@ -62,7 +62,7 @@ class Task:
     def variant(self, share: bool, micro: int, out: Path) -> Variant:
         """Load the models of a variant, and return its step."""
         given = [f"share_prefix={str(share).lower()}", f"micro_batch_size={micro}", "save_every=100000"]
-        given += ["compiler.checkpoint=null"] if self.rows else self._sizes()
+        given += [] if self.rows else self._sizes()
         rows = load_rows(self.rows) if self.rows else named_rows(self.episodes)
         return (self._sft if self.stage == "sft" else self._grpo)(given, rows, out)
 
@@ -88,7 +88,8 @@ class Task:
         return trainer.take_step, lambda: tokens_read(compiler, following(), config)
 
     def _grpo(self, given: list[str], rows: Sequence[SftRow], out: Path) -> Variant:
-        config = load_config(GrpoConfig, "grpo/quickstart", [*given, "loss.latent_gradient=density_root"])
+        given += ["compiler.checkpoint=null", "loss.latent_gradient=density_root"]
+        config = load_config(GrpoConfig, "grpo/quickstart", given)
         executor = load_frozen(config.executor, ExecutorInstructions(INSTRUCTIONS))
         compiler = load_compiler(config.compiler, executor)
         engine: Any = SimpleNamespace(served=None, environment="")  # no episode is played

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from lm.prefix_attention import PrefixStates
+
 
 class GraphCache(Cache):
     """Keys and values of one forward pass with their graph.
@@ -22,6 +24,11 @@ class GraphCache(Cache):
         """Create a cache for the forward pass of a prefix by a model with this text config."""
         return cls(layers=[_Recorder() for _ in DynamicCache(config=config).layers])
 
+    def beside(self, groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> GraphCache:
+        """Put prefixes of these lengths beside the keys of the rows behind them, which each group names, for
+        `lm.attention`'s kernel on a CPU."""
+        return GraphCache(layers=[_Beside(of.keys, of.values, groups, lengths) for of in self.layers])
+
     def repeated(self, rows: Sequence[int]) -> GraphCache:
         """Repeat prefixes for the forward pass of rows behind them; `rows` gives each row's prefix."""
         return GraphCache(layers=[_Prefix(_rows(of.keys, rows), _rows(of.values, rows)) for of in self.layers])
@@ -33,6 +40,20 @@ class _Recorder(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.keys is None:
             self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+class _Beside(DynamicLayer):
+    """Hands its keys and values to attention as an attribute of the keys of a call."""
+
+    def __init__(self, keys: Any, values: Any, groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+        cut = [(keys[k : k + 1, :, :n], values[k : k + 1, :, :n]) for k, n in enumerate(lengths)]
+        self._prefixes = PrefixStates(cut, groups)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key_states.prefixes = self._prefixes  # type: ignore[attr-defined]
         return key_states, value_states
 
 

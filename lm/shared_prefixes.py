@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lm.attention import attends_beside
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
 from lm.graph_cache import GraphCache
@@ -132,11 +133,16 @@ def _read_behind(backbone: Backbone, rows: Sequence[Prompt], prefixes: Sequence[
     cuts = [(prefixes[of[i]].tokens, prefixes[of[i]].pictures) for i in range(len(rows))]
     parts = [backbone.cut(row, *cut) for row, cut in zip(rows, cuts, strict=True)]
     heads = backbone.pad([parts[prefix.rows[0]][0] for prefix in prefixes], "right")
-    cache = GraphCache.empty(backbone.model.config.get_text_config())
+    config = backbone.model.config.get_text_config()
+    cache = GraphCache.empty(config)
     begun = backbone.hidden(heads, cache)
     which = [of[i] for i in range(len(rows))]
     batch = _rest(backbone, rows, [rest for _, rest in parts], heads, which)
-    hidden = backbone.hidden(batch, cache.repeated(which))
+    if attends_beside(config) and all(prefix.tokens for prefix in prefixes):
+        behind = cache.beside([prefix.rows for prefix in prefixes], [prefix.tokens for prefix in prefixes])
+    else:
+        behind = cache.repeated(which)
+    hidden = backbone.hidden(batch, behind)
     if joined:
         hidden = hidden + 0 * begun[:1, :1]
     return RowStates(batch.tokens, hidden, tuple(tokens for tokens, _ in cuts))

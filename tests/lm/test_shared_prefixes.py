@@ -12,6 +12,7 @@ from PIL import Image
 
 from compiler.hf import MemoryCompiler
 from configs.models import Lora
+from lm.attention import attends_beside, share_heads
 from lm.backbone import Backbone
 from lm.prompt import Prompt, PromptPart
 from lm.shared_prefixes import best_groups, find_prefixes, read_rows, tokens_read
@@ -21,21 +22,27 @@ from tests import tiny_models, tiny_vlms
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 4096}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 PLAIN = ("Qwen2", "Llama", "Qwen3")
-EVERY = (*PLAIN, "zoo", *tiny_vlms.FAMILIES)
+BESIDE = " beside"  # with the CPU's attention to prefixes that are not repeated
+EVERY = [(name, False) for name in (*PLAIN, "zoo", *tiny_vlms.FAMILIES, "Qwen2 beside", "llava beside")]
 
 
 def backbone(family: str) -> Backbone:
     """Create a tiny model; `zoo` is Qwen2.5-VL, the others that are not plain are `tiny_vlms`."""
-    if family == "zoo":
+    name = family.removesuffix(BESIDE)
+    if name == "zoo":
         return tiny_models.vlm_backbone()
-    if family not in PLAIN:
-        return tiny_vlms.backbone(family)
     torch.manual_seed(0)
     tokenizer = tiny_models.tokenizer()
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer), initializer_range=0.2, **SIZES, **HEADS
-    )
-    return Backbone(getattr(transformers, f"{family}ForCausalLM")(config).eval(), tokenizer)
+    if name in PLAIN:
+        kind, sizes = getattr(transformers, f"{name}Config"), SIZES | HEADS
+        config = kind(vocab_size=len(tokenizer), initializer_range=0.2, **sizes)
+        made = Backbone(getattr(transformers, f"{name}ForCausalLM")(config).eval(), tokenizer)
+    else:
+        made = tiny_vlms.backbone(name)
+    if family != name:
+        share_heads(made.model)
+        assert attends_beside(made.model.config.get_text_config())
+    return made
 
 
 def compiler(family: str, dtype: torch.dtype = torch.float32, recompute: bool = False) -> MemoryCompiler:
@@ -77,13 +84,10 @@ def scored(model: MemoryCompiler, sharing: str) -> tuple[torch.Tensor, dict[str,
     return logprobs.detach(), found
 
 
-@pytest.mark.parametrize(
-    ("family", "recompute"), [*((name, False) for name in EVERY), ("Qwen2", True), ("llava", True)]
-)
+@pytest.mark.parametrize(("family", "recompute"), [*EVERY, ("Qwen2", True), ("llava", True), ("Qwen2 beside", True)])
 def test_gradients_are_those_of_whole_rows(family, recompute):
-    (plain, gradients), (shared, others) = (
-        scored(compiler(family, recompute=recompute), s) for s in ("never", "always")
-    )
+    plain, gradients = scored(compiler(family, recompute=recompute), "never")
+    shared, others = scored(compiler(family, recompute=recompute), "always")
     torch.testing.assert_close(shared, plain, atol=1e-4, rtol=1e-4)
     assert gradients.keys() == others.keys()
     for name, gradient in gradients.items():
@@ -91,10 +95,11 @@ def test_gradients_are_those_of_whole_rows(family, recompute):
         assert apart < 1e-5, (name, float(apart))
 
 
-def test_in_bfloat16_gradients_agree_as_far_as_it_rounds():
-    exact = scored(compiler("Qwen2"), "never")[1]
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen2 beside"])
+def test_in_bfloat16_gradients_agree_as_far_as_it_rounds(family):
+    exact = scored(compiler(family), "never")[1]
     away = lambda found: sum(float((found[n].float() - exact[n]).norm() / exact[n].norm()) for n in exact) / len(exact)
-    plain, shared = (away(scored(compiler("Qwen2", torch.bfloat16), s)[1]) for s in ("never", "always"))
+    plain, shared = (away(scored(compiler(family, torch.bfloat16), s)[1]) for s in ("never", "always"))
     assert 0 < shared < 1.5 * plain
 
 
