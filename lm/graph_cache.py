@@ -27,11 +27,13 @@ class GraphCache(Cache):
     def beside(self, groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> GraphCache:
         """Put prefixes of these lengths beside the keys of the rows behind them, which each group names, for
         `lm.attention`'s kernel on a CPU."""
-        return GraphCache(layers=[_Beside(of.keys, of.values, groups, lengths) for of in self.layers])
+        layers: list[Any] = self.layers
+        return GraphCache(layers=[_Beside(of.keys, of.values, groups, lengths) for of in layers])
 
     def repeated(self, rows: Sequence[int]) -> GraphCache:
         """Repeat prefixes for the forward pass of rows behind them; `rows` gives each row's prefix."""
-        return GraphCache(layers=[_Prefix(_rows(of.keys, rows), _rows(of.values, rows)) for of in self.layers])
+        layers: list[Any] = self.layers
+        return GraphCache(layers=[_Prefix(_rows(of.keys, rows), _rows(of.values, rows)) for of in layers])
 
 
 class _Recorder(DynamicLayer):

@@ -138,7 +138,7 @@ def _read_behind(backbone: Backbone, rows: Sequence[Prompt], prefixes: Sequence[
     begun = backbone.hidden(heads, cache)
     which = [of[i] for i in range(len(rows))]
     batch = _rest(backbone, rows, [rest for _, rest in parts], heads, which)
-    if attends_beside(config) and all(prefix.tokens for prefix in prefixes):
+    if attends_beside(config) and all(prefix.tokens for prefix in prefixes):  # its kernel needs some
         behind = cache.beside([prefix.rows for prefix in prefixes], [prefix.tokens for prefix in prefixes])
     else:
         behind = cache.repeated(which)

@@ -52,6 +52,7 @@ class Trainer(ABC, Generic[Result]):
     backend: Replicated
     executor: Any
     frozen: str  # fingerprint of the executor before the first step
+    sharing: Sharing
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class Trainer(ABC, Generic[Result]):
         held_out_tasks: HeldOutTasks | None,
     ) -> None:
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
-        self.compiler_reading, self.sharing = config.compiler.reading, prefix_sharing(config, compiler)
+        self.compiler_reading = config.compiler.reading
+        self.sharing = prefix_sharing(config, compiler)
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
         self.facts, self.held_out_tasks = facts or {}, held_out_tasks

@@ -130,6 +130,14 @@ def test_a_model_that_does_not_attend_to_everything_reads_whole_rows(name):
     assert shared.skipped == (0,) * len(rows) and torch.equal(plain.hidden, shared.hidden)
 
 
+def test_attention_that_does_not_read_the_prefix_does_not_fit_its_mask_and_gives_no_number(monkeypatch):
+    base = backbone("Qwen2 beside")
+    copied = lambda self, keys, values, *args, **kwargs: (keys.clone(), values)
+    monkeypatch.setattr("lm.graph_cache._Beside.update", copied)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="must match the size"):
+        read_rows(base, prompts(base), [(5, 6)] * 6, "always")
+
+
 def test_prefixes_are_read_once_only_where_that_is_shorter():
     base = backbone("Qwen2")
     rows = [Prompt((*range(10, 30), i, 5)) for i in (40, 50, 60)]
