@@ -159,6 +159,9 @@ class SftConfig(Settings):
     """Evaluation on the held-out tasks of `validation`."""
     loader_workers: int = Field(default=0, ge=0)
     """Worker processes per rank that encode rows ahead of training; 0: none."""
+    share_prefix: bool = True
+    """Read what rows of a micro-batch begin with in common (instructions, task memory) once. Rows of an episode lie
+    together, and episodes are shuffled; false: rows are shuffled."""
     length_buckets: int = Field(default=0, ge=0)
     """Batch rows of similar length, sorted within windows of this many batches; 0: off."""
     gradient_checkpointing: bool = False
@@ -347,6 +350,8 @@ class GrpoConfig(Settings):
     """Passes over the samples of an update."""
     micro_batch_size: int = Field(default=16, ge=1)
     """Samples per forward pass of a process, which bounds its memory."""
+    share_prefix: bool = True
+    """Read what samples of a micro-batch begin with in common (instructions, task memory) once."""
     gradient_checkpointing: bool = False
     """Recompute activations: a third more time, much less memory."""
     backend: Backend = "replicated"

@@ -13,6 +13,7 @@ from memcompiler.options import command_group
 PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "environment": "Measure environments and rollouts.",
     "training": "Measure SFT beside transformers.Trainer.",
+    "prefixes": "Compare training with and without shared prefixes.",
     "serving": "Measure serving: deliveries, compile speed, load.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }

@@ -285,7 +285,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
         )
         self.frozen = self.executor_hash
         compiler.decoding = sampling(config)
-        self.policy = Policy(compiler, executor, config.loss)
+        self.policy = Policy(compiler, executor, config.loss, self.sharing)
         backend = BACKENDS[config.backend]
         # Rollouts need a copy if the policy is about to be sliced, or to change meanwhile.
         copied = backend.is_sharded or config.overlap
@@ -433,7 +433,8 @@ def check_weight_versions(episodes: Sequence[Episode], version: int) -> None:
 
 
 def _minibatches(total: int, number: int, seed: int, iteration: int) -> list[list[int]]:
-    """Shuffle and split global sample indices 0..total-1 into `number` parts, identically on every rank."""
+    """Shuffle and split global sample indices 0..total-1 into `number` parts, identically on every rank. Samples of an
+    episode lie together in a part, so that they can share their prefix."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration)
     order = torch.randperm(total, generator=generator).tolist() if number > 1 else list(range(total))
-    return [order[i::number] for i in range(number)]
+    return [sorted(order[i::number]) for i in range(number)]

@@ -54,6 +54,7 @@ from training.sft_data import (
     bad_rows,
     bucketed,
     describe,
+    episodes_of,
     memory_systems,
     row_length,
 )
@@ -312,7 +313,7 @@ class SftTrainer(Trainer[Metrics]):
         self, examples: Sequence[Example], counts: Mapping[str, float], weight: float
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Compute a micro-batch's part of every term, averaged over the global batch, and of the loss (Eq. 9)."""
-        losses = sft_losses(self.compiler, self.executor, examples, self.config)
+        losses = sft_losses(self.compiler, self.executor, examples, self.config, sharing=self.sharing)
         terms = {n: weight * value.sum() / max(1, counts.get(n, counts["rows"])) for n, value in losses.items()}
         return terms, sum((getattr(self.config.weights, n) * v for n, v in terms.items()), torch.tensor(0.0))
 
@@ -326,7 +327,15 @@ class SftTrainer(Trainer[Metrics]):
         for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
             examples = [self.examples[i] for i in micro or (first,)]
             losses = self.backend.forward(
-                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, temperature=0.0)
+                functools.partial(
+                    sft_losses,
+                    self.compiler,
+                    self.executor,
+                    examples,
+                    self.config,
+                    temperature=0.0,
+                    sharing=self.sharing,
+                )
             )
             if micro:
                 counts.update(loss_counts(examples))
@@ -344,9 +353,9 @@ class SftTrainer(Trainer[Metrics]):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def batch_indices(self, step: int) -> list[int]:
-        """Return the rows of a step's global batch, from the epoch's permutation or batches of similar length."""
+        """Return the rows of a step's global batch, from the epoch's order or batches of similar length."""
         epoch, i = divmod(step, self.per_epoch)
-        order = permutation(len(self.rows), self.config.seed, epoch)
+        order = self._order(epoch)
         size, window = self.config.batch_size, self.config.length_buckets
         if not window:
             return order[i * size : (i + 1) * size]
@@ -355,21 +364,40 @@ class SftTrainer(Trainer[Metrics]):
             self._buckets = epoch, batches
         return self._buckets[1][i]
 
+    def _order(self, epoch: int) -> list[int]:
+        """Shuffle the rows for an epoch, or with `share_prefix` the episodes, whose rows lie together."""
+        if not self.config.share_prefix:
+            return permutation(len(self.rows), self.config.seed, epoch)
+        episodes = permutation(len(self._episodes), self.config.seed, epoch)
+        return [i for episode in episodes for i in self._episodes[episode]]
+
+    @functools.cached_property
+    def _episodes(self) -> list[list[int]]:
+        return episodes_of(self.rows)
+
     @functools.cached_property
     def _lengths(self) -> list[int]:
-        return [row_length(row) for row in self.rows]
+        lengths = [row_length(row) for row in self.rows]
+        for episode in self._episodes if self.config.share_prefix else ():
+            longest = max(lengths[i] for i in episode)  # so that its rows stay together
+            for i in episode:
+                lengths[i] = longest
+        return lengths
 
     def _next_examples(self) -> list[Example]:
         """Return this rank's examples of the current step from the loader, which is ahead with later steps."""
         step, batches = self._loader
         if step != self.step:  # the first step, also after resuming
-            self.batch_indices(self.step)  # computes row lengths once, before workers fork
+            self.batch_indices(self.step)  # computes episodes and row lengths once, before workers fork
             batches = StepBatches(self.total, self._rank_examples).load(self.step, self.config.loader_workers)
         self._loader = self.step + 1, batches
         return next(batches)
 
     def _rank_examples(self, step: int) -> list[Example]:
-        return [self.examples[i] for i in self.batch_indices(step)[distributed.rank() :: distributed.world_size()]]
+        batch = self.batch_indices(step)
+        if self.config.share_prefix:  # neighbours share a prefix
+            return [self.examples[batch[i]] for i in distributed.share(len(batch))]
+        return [self.examples[i] for i in batch[distributed.rank() :: distributed.world_size()]]
 
     def _tokens(self, examples: Sequence[Example]) -> int:
         """Count the tokens that the compiler and, with soft tokens, the executor read."""

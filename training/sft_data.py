@@ -212,6 +212,19 @@ class StepBatches(Dataset[list[Example]]):
         return iter(loader)
 
 
+def episodes_of(rows: Rows) -> list[list[int]]:
+    """Return the indices of each episode's rows: rows in sequence of one task, whose steps increase."""
+    episodes, last = list[list[int]](), None
+    for i in range(len(rows)):
+        row = rows[i]
+        task = row.environment, row.task_id
+        if last is None or last[0] != task or row.t <= last[1]:
+            episodes.append([])
+        episodes[-1].append(i)
+        last = task, row.t
+    return episodes
+
+
 def row_length(row: SftRow) -> int:
     """Estimate a row's length for the compiler without its tokenizer, in characters read and written."""
     pictures = sum(map(len, row.memory_images)) + (row.image is not None)

@@ -13,6 +13,7 @@ from configs.training import SftConfig
 from executor.hf import FrozenExecutor
 from lm.device import to_device
 from lm.prompt import Prompt
+from lm.shared_prefixes import Sharing
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from soft_mem.projector import Gaussian
 from training.losses import token_nll
@@ -25,11 +26,17 @@ def sft_losses(
     examples: Sequence[Example],
     config: SftConfig,
     temperature: float = 1.0,
+    sharing: Sharing = "never",
 ) -> dict[str, Tensor]:
     """Compute the terms of Eq. 9: `text` (B,), and the others (R,) for the R rows whose soft tokens the executor reads.
-    `text` and `action` are sums over a row's tokens, the others means. Soft tokens are sampled at `temperature`. A
-    compiler without text has neither `text` nor `orth`."""
-    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
+    `text` and `action` are sums over a row's tokens, the others means. A compiler without text has neither `text` nor
+    `orth`.
+
+    Args:
+        temperature: of the soft tokens.
+        sharing: whether the compiler's rows share prefixes.
+    """
+    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples], sharing)
     written = {}
     if compiler.writes_text:
         nll, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
