@@ -155,7 +155,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return None
-    return float(spearmanr(pairs).statistic)
+    return float(spearmanr(pairs).statistic)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _half(task: str) -> int:

@@ -36,7 +36,8 @@ class Policy:
     def __init__(
         self, compiler: MemoryCompiler, executor: Executor, settings: PolicyLoss, sharing: Sharing = "never"
     ) -> None:
-        self.compiler, self.executor, self.settings, self.sharing = compiler, executor, settings, sharing
+        self.compiler, self.executor, self.settings = compiler, executor, settings
+        self.sharing: Sharing = sharing
         self.pathwise = settings.latent_gradient == "pathwise"
         self.n_latent = 1 if self.pathwise else compiler.n_tokens
 

@@ -79,10 +79,8 @@ _METHODS = {
     "memgen": "MemGen",
     "memgen_gated": "MemGen, with trigger",
 }
-_SYSTEMS = {
-    "systems": {"gmemory": "G-Mem", "mem0": "Mem0", "langmem": "LangMem", "amem": "A-Mem"},
-    "conditions": {"protocol": "frozen", "homes": "in_bank", "size": "native"},
-}
+_SYSTEMS = {"gmemory": "G-Mem", "mem0": "Mem0", "langmem": "LangMem", "amem": "A-Mem"}
+_CONDITIONS = {"protocol": "frozen", "homes": "in_bank", "size": "native"}
 RULES = "-style memory, written by rules"  # follows the row's name where no language model wrote the memory
 EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, keys of its usage
     "Compiler s": ("compiler", ("seconds",)),
@@ -93,8 +91,8 @@ EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, key
 }
 
 SPECS: Mapping[int, Spec] = {
-    1: Spec(_embodiedbench("success"), _METHODS, **_SYSTEMS),
-    2: Spec((ALFWORLD, _SCIENCEWORLD), _METHODS, **_SYSTEMS),
+    1: Spec(_embodiedbench("success"), _METHODS, systems=_SYSTEMS, conditions=_CONDITIONS),
+    2: Spec((ALFWORLD, _SCIENCEWORLD), _METHODS, systems=_SYSTEMS, conditions=_CONDITIONS),
     3: Spec(
         (ALFWORLD, _SCIENCEWORLD, replace(_SCIENCEWORLD, name="ScienceWorld progress", metric="progress")),
         {
@@ -128,7 +126,7 @@ SPECS: Mapping[int, Spec] = {
         {"static": "AMMI", "compiled": "SCMC"},
         by_method=True,
     ),
-    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",), **_SYSTEMS),
+    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",), systems=_SYSTEMS, conditions=_CONDITIONS),
 }
 
 # -- BrainMem ---------------------------------------------------------------------------------------------------------

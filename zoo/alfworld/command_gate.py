@@ -61,7 +61,9 @@ def command_gates(
 
 def judged(name: str, states: Sequence[State], said: Sequence[Emission]) -> list[GateResult]:
     """Count the states in which a compiler is right."""
-    pairs = [(state.request, parse(state.emission), theirs) for state, theirs in zip(states, said, strict=True)]
+    pairs = [
+        (state.request, parse(state.emission).emission, theirs) for state, theirs in zip(states, said, strict=True)
+    ]
     guided = [(ours, theirs) for _, ours, theirs in pairs if ours.guidance]
     return [
         GateResult.of(f"{name}: right command", (o.guidance == t.guidance for o, t in guided), THRESHOLD),
