@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent.command_teacher import CommandTeacher
 from compiler.brief_state import BriefState
+from compiler.language import Emission, parse
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from envs.alfworld.export import export_split
@@ -18,6 +19,7 @@ from lm.attention import SHARED
 from lm.backbone import Backbone, load_backbone
 from zoo import stages
 from zoo.alfworld import commands
+from zoo.alfworld.command_gate import command_gates, judged, judged_silence
 from zoo.alfworld.words import COMMAND_LEXICON, LEXICON
 from zoo.curriculum import IGNORE, pad
 from zoo.models import make_tokenizer
@@ -107,3 +109,19 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
     commands.train_compiler(tmp_path / "out", tmp_path / "work", games=4, steps=2, rows=1, base=base)
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
     assert record["steps"] == {"commands": 2} and load_backbone(tmp_path / "out", torch.float32, "cpu")
+    export_split(HouseholdEnvironment(scenes={"valid_seen": 2}, images=False), "valid_seen", tmp_path / "data", limit=2)
+    results = {r.name: r for r in command_gates(str(tmp_path / "out"), None, tmp_path / "work/gate", "valid_seen", 2)}
+    assert not results["home in the bank: right command"].passed  # an untrained model
+    assert results["memory empty: right silence"].n > 0
+    assert results["home in the bank: teacher, obeyed, solves within 30 steps"].n == 2
+
+
+def test_the_gates_count_commands_notes_citations_and_silence():
+    asked = [state.request for state in STATES]
+    right = [parse(state.emission).emission for state in STATES]
+    wrong = [Emission("go to bed 1", "in FloorPlan9 the mug was in bed 1"), *right[1:]]
+    of = lambda said: {r.name: (r.right, r.n) for r in judged("home", STATES, said)}
+    n = len(asked)
+    assert of(right)["home: right command"] == (n, n) and of(right)["home: whole emission"] == (n, n)
+    assert of(wrong)["home: right command"] == (n - 1, n) and of(wrong)["home: cites an entry that exists"] == (0, 1)
+    assert [(r.right, r.n) for r in judged_silence("empty", STATES, [Emission(), *right[1:]])] == [(1, n)]
