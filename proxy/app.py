@@ -183,7 +183,7 @@ class Proxy:
         extra += [(FAILURE.lower(), failure)] if failure else []
 
         def note(content: bytes) -> None:
-            answer = answer_in(content) if reply.status_code == 200 else None
+            answer = answer_in(content) if reply.status == 200 else None
             if session is not None and step is not None and answer is not None:
                 answer = {**answer, "role": "assistant"}
                 self.store.note_reply(session, step.key, action_of([answer], self.guide.mapping))

@@ -7,7 +7,7 @@ import gzip
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,7 +70,7 @@ REPLIES = {
 }
 
 
-def raw_post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, list[tuple[str, str]], bytes]:
+def raw_post(url: str, path: str, body: bytes, headers: Mapping[str, str | bytes]) -> tuple[int, list[tuple[str, str]], bytes]:
     """Post with these headers only; return status, headers that are not for the connection, and the bytes."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request("POST", path, body, headers)
@@ -100,7 +100,8 @@ def test_with_memory_off_an_exchange_is_byte_for_byte_the_upstreams(
     upstream, url = pair
     if reply not in ("answer", "stream") and asked != "text":
         return
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer k", "X-Own": "é", "Accept-Encoding": "gzip"}
+    headers: dict[str, str | bytes] = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+    headers |= {"X-Own": "é".encode(), "Accept-Encoding": "gzip"}
     upstream.sent.clear()
     upstream.script += [REPLIES[reply], REPLIES[reply]]
     straight = raw_post(upstream.url, "/v1/chat/completions?a=1", ASKED[asked], headers)
