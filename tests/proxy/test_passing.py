@@ -70,7 +70,9 @@ REPLIES = {
 }
 
 
-def raw_post(url: str, path: str, body: bytes, headers: Mapping[str, str | bytes]) -> tuple[int, list[tuple[str, str]], bytes]:
+def raw_post(
+    url: str, path: str, body: bytes, headers: Mapping[str, str | bytes]
+) -> tuple[int, list[tuple[str, str]], bytes]:
     """Post with these headers only; return status, headers that are not for the connection, and the bytes."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request("POST", path, body, headers)
