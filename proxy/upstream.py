@@ -141,9 +141,9 @@ def _proxy_for(url: str) -> str | None:
 
 
 class PassedReply(Response):
-    """The upstream's reply as it is: status, headers, and bytes as they come.
+    """The upstream's reply, unchanged: status, headers, and bytes as soon as they arrive.
 
-    A reply that the upstream breaks off is broken off for the client, too.
+    If the upstream closes the connection before the end of its reply, the client's connection is closed as well.
 
     Args:
         extra: headers to add.
