@@ -214,3 +214,21 @@ def test_keys_come_from_the_environment_and_do_not_leak(tmp_path: Path) -> None:
             assert post("ours", "/v1/chat/completions").status_code == 200
         [sent] = upstream.sent
         assert sent.headers["authorization"] == "Bearer theirs" and b"ours" not in json.dumps(sent.headers).encode()
+
+
+def test_headers_that_are_not_utf8_and_socks_proxies_are_refused(
+    pair: tuple[ScriptedUpstream, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from configs.proxy import UpstreamConfig
+    from proxy.upstream import Upstream
+
+    upstream, url = pair
+    upstream.sent.clear()
+    status, _, content = raw_post(url, "/v1/chat/completions", ASKED["text"], NONE | {"X-Own": b"\xe9"})
+    assert status == 400 and b"x-own" in content and not upstream.sent
+    monkeypatch.setattr("proxy.upstream.getproxies", lambda: {"https": "socks5://me:secret@127.0.0.1:9"})
+    monkeypatch.setattr("proxy.upstream.proxy_bypass", lambda host: False)
+    with pytest.raises(ValueError, match=r"socks5 proxy for api\.test.*HTTP proxies only") as refused:
+        Upstream(UpstreamConfig(url="https://api.test/v1"))
+    assert "secret" not in str(refused.value)
+    Upstream(UpstreamConfig())  # this machine needs no proxy
