@@ -31,7 +31,6 @@ from executor.base import TokenExecutor
 from executor.build import Told, executor_rules, executor_view, load_executor
 from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
-from lm.vllm import engine_trouble
 from runtime.cluster import ClusterError, import_ray
 from runtime.ray_actors import loss_reason
 from soft_mem.projector import Projector
@@ -142,8 +141,8 @@ class ExecutorEngine:
 
     @property
     def broken(self) -> str | None:
-        llm = getattr(self._executor, "llm", None)
-        return None if llm is None else engine_trouble(llm, at_rest=True)
+        loop = getattr(self._executor, "loop", None)  # of a vLLM engine
+        return None if loop is None else loop.trouble
 
     def about(self) -> dict[str, Any]:
         return {"context": self._executor.context}

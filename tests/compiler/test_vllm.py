@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,8 @@ from compiler.language import Emission, ParseError, ParseResult
 from compiler.records import CompileRequest, Decoding, never_cancelled
 from compiler.vllm import VllmCompiler
 from configs.models import Speed
-from lm.vllm import HiddenStateExtension, call_with_watchdog, tail_of, vllm_request
+from lm.engine_loop import wait_watching
+from lm.vllm import HiddenStateExtension, tail_of, vllm_request
 from memory.trajectory import png_bytes
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
@@ -382,26 +383,21 @@ def test_an_engine_in_a_process_of_its_own_and_its_death(repository: Path) -> No
     assert len(said) == 3, said
 
 
-# -- calls of an engine, without one ----------------------------------------------------------------------------------
+# -- waiting for an engine, without one ---------------------------------------------------------------------------------
 
 
-def client(dead: bool) -> Any:
-    """A stand-in for an engine in another process."""
-    return SimpleNamespace(
-        llm_engine=SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=dead)))
-    )
-
-
-def test_a_call_ends_with_its_engine() -> None:
-    never = threading.Event()
-    assert call_with_watchdog(client(False), lambda: 3) == 3
-    with pytest.raises(KeyError):
-        call_with_watchdog(client(False), lambda: {}["x"])
+def test_a_wait_ends_with_the_engine_s_process() -> None:
+    alive, dead, never = SimpleNamespace(engine_dead=False), SimpleNamespace(engine_dead=True), Future[int]()
+    done, failed = Future[int](), Future[int]()
+    done.set_result(3)
+    failed.set_exception(TimeoutError("its own"))
+    assert wait_watching(alive, done) == wait_watching(None, done) == 3
+    with pytest.raises(TimeoutError, match="its own"):
+        wait_watching(alive, failed)
     with pytest.raises(RuntimeError, match="process died"):
-        call_with_watchdog(client(True), never.wait)
+        wait_watching(dead, never)
     with pytest.raises(RuntimeError, match="did not answer within 0"):
-        call_with_watchdog(client(False), never.wait, timeout=0.0)
-    never.set()
+        wait_watching(alive, never, timeout=0.0)
 
 
 # -- the worker extension, without an engine --------------------------------------------------------------------------
