@@ -1,20 +1,24 @@
 """The agent loop (paper Eq. 3 to 5): observe, compile, act, apply, step. data_gen, training and eval share it.
 
-Many episodes run side by side; `agent.batching.StepBatcher` batches their requests to each backend.
+Many episodes run side by side; `agent.batching` or `agent.continuous` brings their requests to each backend.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from agent.batching import Backend, StepBatcher
+from agent.continuous import ContinuousBatcher, batcher_for
 from agent.deliveries import Delivery, pasted_memory
 from agent.records import (
     ALL_KINDS,
@@ -28,6 +32,7 @@ from agent.records import (
     soft_read_on,
 )
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
+from configs.models import Batching
 from envs.base import Environment, Observation, Task, Transition, is_persistent
 from executor.prompt import Turn
 from executor.records import Action, Executor
@@ -46,6 +51,7 @@ from runtime.errors import (
 
 _SEQUENCE_BROKE = "the world of the sequence broke"
 T = TypeVar("T")
+Batcher: TypeAlias = StepBatcher | ContinuousBatcher
 # Creates the environment of an episode; in a run of several environments, by `EpisodeSpec.environment`.
 MakeEnvironment: TypeAlias = Callable[[], Environment] | Mapping[str, Callable[[], Environment]]
 
@@ -58,6 +64,15 @@ class EpisodeLimits:
     seed: int = 0
     # Under `Delivery.low_confidence_only`, an executor at least this confident acts without a compilation.
     min_confidence: float = 0.9
+    batching: Batching = "auto"
+    # Seed of the draws of requests that have seeds of their own; None: `seed`.
+    draw_seed: int | None = None
+
+    def episode_seed(self, task: Task, occurrence: int) -> int:
+        """Return the seed of an episode's draws. It depends on the task and on how often the run had it before, so that
+        neither timing nor what a resumed run has left to do changes it."""
+        named = f"{self.seed if self.draw_seed is None else self.draw_seed} {occurrence} {task.id}"
+        return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +111,17 @@ async def run_episode(
     delivery: Delivery,
     executor: Executor,
     limits: EpisodeLimits,
-    batcher: StepBatcher,
+    batcher: Batcher,
     index: int,
     continues: bool = False,
+    seed: int = 0,
 ) -> Episode:
     """Play one episode. A failure of environment, memory, compiler or executor ends it with a named reason.
 
     Args:
         index: of the episode in its batcher.
         continues: keep the world that the previous episode left, instead of resetting the environment.
+        seed: of the draws of its requests (`EpisodeLimits.episode_seed`).
 
     Raises:
         EndpointStop: no endpoint can be called any more.
@@ -118,6 +135,7 @@ async def run_episode(
         limits=limits,
         batcher=batcher,
         index=index,
+        seed=seed,
     )
     runner = EpisodeRunner(spec, roles)
     episode = runner.episode
@@ -262,8 +280,10 @@ class Roles:
     delivery: Delivery
     executor: Executor
     limits: EpisodeLimits
-    batcher: StepBatcher
+    batcher: Batcher
     index: int
+    seed: int = 0
+    draws: Iterator[int] = field(default_factory=itertools.count)  # numbers of the requests with seeds
 
     async def decide(self, step: StepInput, record: StepRecord) -> str:
         """Compile and act (Eq. 3 to 5), or act without compiling where the delivery skips it. Return the action."""
@@ -308,7 +328,8 @@ class Roles:
     async def _answer(self, owner: object, backend: Backend, request: object) -> tuple[Any, float]:
         """Return the backend's result, and its seconds (of a batch, its share).
 
-        A teacher, which declares `needs_expert`, gets an `EpisodeContext` beside the request. A backend with
+        A teacher, which declares `needs_expert`, gets an `EpisodeContext` beside the request; others may get the
+        request's seed, so that what they draw does not depend on the requests beside it. A backend with
         `batched = False` is called at once: a slow planner would delay all other episodes.
         """
         batched, arguments = getattr(owner, "batched", True), (request,)
@@ -320,6 +341,8 @@ class Roles:
             with _failures_as(EnvironmentFailure):
                 plan = await _call(self.env, self.env.expert) if needs_expert else None
             arguments = request, EpisodeContext(plan, self.task.id, self.limits.seed)
+        elif batched and self.batcher.seeds_requests_of(owner):
+            arguments = request, self.seed + next(self.draws)
         planned = time.perf_counter() - started
         if batched:
             result, seconds = await self.batcher.call(self.index, backend, *arguments)
@@ -372,13 +395,13 @@ def run_sequences(
     makes = make_env if isinstance(make_env, Mapping) else {"": make_env}
     capacities = (getattr(getattr(make, "__self__", make), "capacity", concurrency) for make in makes.values())
     concurrency = min(concurrency, *capacities)
-    batcher = StepBatcher()
+    batcher = batcher_for(limits.batching, (delivery.compiler, executor))
     report = on_episode or (lambda _: None)
 
-    async def play(specs: Sequence[EpisodeSpec], index: int) -> list[Episode]:
+    async def play(specs: Sequence[EpisodeSpec], seeds: Sequence[int], index: int) -> list[Episode]:
         env, played = makes[specs[0].environment](), list[Episode]()
         try:
-            for spec in specs:
+            for spec, seed in zip(specs, seeds, strict=True):
                 if played:
                     report(played[-1])
                 if broken := _sequence_failure(played):
@@ -394,6 +417,7 @@ def run_sequences(
                         batcher=batcher,
                         index=index,
                         continues=bool(played),
+                        seed=seed,
                     )
                 played.append(episode)
         finally:
@@ -410,12 +434,27 @@ def run_sequences(
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            results.extend(await batcher.run([partial(play, specs) for specs in sequences if specs], concurrency))
+            seeds = _episode_seeds(sequences, limits)
+            plays = [partial(play, *both) for both in zip(sequences, seeds, strict=True) if both[0]]
+            results.extend(await batcher.run(plays, concurrency))
         finally:
             awake.cancel()
 
     asyncio.run(run_all())  # returns nothing, because asyncio would format the repr of a returned result
     return results
+
+
+def _episode_seeds(sequences: Sequence[Sequence[EpisodeSpec]], limits: EpisodeLimits) -> list[list[int]]:
+    """Return the seed of each episode's draws."""
+    before = Counter[tuple[str, str]]()
+    seeds = []
+    for specs in sequences:
+        seeds.append([])
+        for spec in specs:
+            key = spec.environment, spec.task.id
+            seeds[-1].append(limits.episode_seed(spec.task, before[key]))
+            before[key] += 1
+    return seeds
 
 
 def _sequence_failure(played: Sequence[Episode]) -> str:

@@ -29,8 +29,8 @@ from compiler.base import Draft, Generators, TokenCompiler
 from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
 from configs.models import Speed
-from lm.prompt import Prompt, PromptEncoder
 from lm.engine_loop import EngineLoop
+from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import EXTENSION, SETTINGS, check_prompt_ids, tail_of, vllm_request
 from soft_mem.projector import Gaussian, Projector
 
@@ -132,6 +132,12 @@ class VllmCompiler(TokenCompiler):
             ) from error
         return ServedWeights(request, frozen, version)
 
+    def hold(self, weights: ServedWeights) -> ServedWeights:
+        """Keep weights for one more user, until they are released."""
+        with self._lock:
+            weights.users += 1
+        return weights
+
     def release(self, weights: ServedWeights) -> None:
         """Give up weights; remove them from engine and disk if no call uses them any more."""
         with self._lock:
@@ -162,7 +168,7 @@ class VllmCompiler(TokenCompiler):
             one = copy.copy(self)
             one.weights = held = weights or self.weights
             one.projector, one.weight_version = held.projector, held.version
-            held.users += 1
+            self.hold(held)
         try:
             yield one
         finally:

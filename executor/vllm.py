@@ -24,8 +24,8 @@ from executor.decoding import CommandWalk, follow
 from executor.prompt import Rules
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
-from lm.prompt import Prompt, PromptEncoder
 from lm.engine_loop import EngineLoop
+from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import SETTINGS, check_prompt_ids, vllm_request
 
 if TYPE_CHECKING:

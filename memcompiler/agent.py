@@ -205,6 +205,9 @@ class _Outside:
 class _Unbatched(StepBatcher):
     """Calls each backend at once: there are no other episodes to batch with."""
 
+    def seeds_requests_of(self, owner: object) -> bool:
+        return False
+
     async def call(self, index: int, backend: Callable[..., list[Any]], *arguments: Any) -> tuple[Any, float]:
         started = time.perf_counter()
         [answer] = backend(*([argument] for argument in arguments))

@@ -150,7 +150,7 @@ class RolloutPolicy(Protocol):
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None: ...
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +167,13 @@ class RolloutEngine:
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play one episode of each spec with a delivery; returns them in order."""
         delivery = find(name).create(self._synced(compiler), self.limits.seed, gate=self.gate)
+        limits = replace(self.limits, draw_seed=compiler.generator.initial_seed())
         return run_episodes(
             self.make_env,
             specs,
             delivery=delivery,
             executor=self.executor,
-            limits=self.limits,
+            limits=limits,
             concurrency=self.concurrency,
         )
 

@@ -383,7 +383,7 @@ def test_an_engine_in_a_process_of_its_own_and_its_death(repository: Path) -> No
     assert len(said) == 3, said
 
 
-# -- waiting for an engine, without one ---------------------------------------------------------------------------------
+# -- waiting for an engine, without one -------------------------------------------------------------------------------
 
 
 def test_a_wait_ends_with_the_engine_s_process() -> None:
