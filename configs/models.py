@@ -277,6 +277,12 @@ class ServeConfig(Settings):
             raise ValueError("engine http is for clients: serve with engine vllm or hf")
         return value
 
+    @model_validator(mode="after")
+    def _check_batching(self) -> ServeConfig:
+        if self.batching == "continuous" and self.compiler.engine == "hf":
+            raise ValueError("batching continuous is for engine vllm: one thread at a time computes in PyTorch")
+        return self
+
 
 # -- the frozen executor ----------------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class CompilerEngine:
         self._fetch = fetch or import_ray().get
         self._lock = threading.Lock()  # of the weights, and in PyTorch of the compiler
         self._loaded: tuple[int, str] | None = None  # version and SHA-256, in PyTorch
-        self._held = OrderedDict[tuple[int, str], ServedWeights]()  # in vLLM, the newest last
+        self._held: OrderedDict[tuple[int, str], ServedWeights] = OrderedDict()  # in vLLM, the newest last
 
     @property
     def broken(self) -> str | None:
