@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 import time
@@ -237,11 +236,11 @@ class _Turns:
     """A lock that is given in the order in which it is asked for."""
 
     def __init__(self) -> None:
-        self._changed, self._tickets, self._served = threading.Condition(), itertools.count(), 0
+        self._changed, self.asked, self._served = threading.Condition(), 0, 0
 
     def __enter__(self) -> None:
         with self._changed:
-            mine = next(self._tickets)
+            mine, self.asked = self.asked, self.asked + 1
             self._changed.wait_for(lambda: self._served == mine)
 
     def __exit__(self, *error: object) -> None:

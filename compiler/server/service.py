@@ -1,5 +1,5 @@
-"""The compiler behind a bounded queue. One thread loads it, and then takes what waits: with lockstep batching a batch at
-a time, with continuous batching each request at once, so that none waits for another one's longer emission.
+"""The compiler behind a bounded queue. One thread loads it, and then takes what waits: with lockstep batching a batch
+at a time, with continuous batching each request at once, so that none waits for another one's longer emission.
 
 A cancelled request frees the compiler: it leaves the queue, or the compiler, which checks before every token, stops
 writing it. The log never holds request contents: of an exception, it names type and place without the message.
