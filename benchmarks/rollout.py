@@ -231,26 +231,26 @@ def _simulated(stack: contextlib.ExitStack, config: EvalConfig, step_s: float) -
 
     stack.enter_context(simulated_vllm())
     settings, acting = config.compiler, config.executor
-    encoders = [load_encoder(model_path(of.model), of.memory_token) for of in (settings, acting)]
+    encoder = load_encoder(model_path(acting.model), acting.memory_token)  # for both, since it shows no pictures
     projector = checkpoint.load_projector(checkpoint.find(Path(str(settings.checkpoint))))
-    word = encoders[0].ids("go")[0]
+    word = encoder.ids("go")[0]
 
     def emission(request: SimulatedRequest) -> list[int]:
         if request.params.extra_args:  # a second pass
             return [word]
-        return [*[word] * (EMISSION_TOKENS[request.draw % len(EMISSION_TOKENS)] - 1), encoders[0].end_id]
+        return [*[word] * (EMISSION_TOKENS[request.draw % len(EMISSION_TOKENS)] - 1), encoder.end_id]
 
     seqs, width = settings.vllm.max_num_seqs, projector.config.d_compiler
     engine = SimulatedLLM(emission, width, step_s, seqs)
     decoding = Decoding(settings.temperature, settings.max_new_tokens)
-    compiler = VllmCompiler(engine, encoders[0], projector, decoding, history=settings.history)  # type: ignore[arg-type]
+    compiler = VllmCompiler(engine, encoder, projector, decoding, history=settings.history)  # type: ignore[arg-type]
     compiler.load_adapter(Path(str(settings.checkpoint)), 0, projector)
-    action = [*encoders[1].ids("look"), encoders[1].end_id]
+    action = [*encoder.ids("look"), encoder.end_id]
     acts = SimulatedLLM(lambda _: [action[0]] * (ACTION_TOKENS - 1) + action[-1:], 1, step_s, acting.vllm.max_num_seqs)
     acts.model_config.get_hidden_size = lambda: projector.config.d_executor
     executor = VllmExecutor(
         acts,  # type: ignore[arg-type]
-        encoders[1],
+        encoder,
         Path(model_path(acting.model)),
         mode=acting.mode,
         max_new_tokens=acting.max_new_tokens,

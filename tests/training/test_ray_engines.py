@@ -185,8 +185,10 @@ def test_with_a_seed_for_each_request_draws_do_not_depend_on_the_engines(tmp_pat
     give(remote, here, tmp_path / "a", 0)
     seeds = [11, 12, 13, 14, 15]
     made = remote.compile(ASKED, seeds)
-    assert_same(made, here.compile(ASKED, seeds))
-    assert_same(remote.compile(ASKED[3:4], seeds[3:4]), made[3:4])
+    for others in (here.compile(ASKED, seeds), [*made[:3], *remote.compile(ASKED[3:4], seeds[3:4]), made[4]]):
+        assert [c.emission_ids for c in others] == [c.emission_ids for c in made]
+        for one, other in zip(made, others, strict=True):  # sums of another batch differ in their last digits
+            torch.testing.assert_close(one.z, other.z, atol=1e-5, rtol=1e-5)
 
 
 def test_calls_go_to_the_engine_with_the_fewest():
