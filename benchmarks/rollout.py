@@ -28,7 +28,7 @@ from agent.deliveries import COMPILED, find
 from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode
 from benchmarks.memory import expert_traces
-from benchmarks.simulated_engine import SimulatedLLM, SimulatedRequest, simulated_vllm
+from benchmarks.simulated_engine import SimulatedLLM, simulated_compiler, simulated_vllm
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.models import Batching
@@ -41,8 +41,6 @@ from runtime.progress import disable_library_progress_bars
 
 WAYS: tuple[Batching, Batching] = ("lockstep", "continuous")
 AT_ONCE = 256  # threads that give requests to saturated engines
-# Tokens of emissions at even quantiles, measured on 134 held-out ALFWorld games (mean 9.9, longest 97).
-EMISSION_TOKENS = (2, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 19, 24, 30, 40)
 ACTION_TOKENS = 4
 EXPERIENCE = 32  # episodes of the expert in memory
 
@@ -222,7 +220,6 @@ def _simulated(stack: contextlib.ExitStack, config: EvalConfig, step_s: float) -
     """Create compiler and executor of the settings on simulated engines."""
     from compiler import checkpoint
     from compiler.records import Decoding
-    from compiler.vllm import VllmCompiler
     from configs.models import model_path
     from envs.registry import executor_instructions_for
     from executor.build import executor_view
@@ -233,18 +230,14 @@ def _simulated(stack: contextlib.ExitStack, config: EvalConfig, step_s: float) -
     settings, acting = config.compiler, config.executor
     encoder = load_encoder(model_path(acting.model), acting.memory_token)  # for both, since it shows no pictures
     projector = checkpoint.load_projector(checkpoint.find(Path(str(settings.checkpoint))))
-    word = encoder.ids("go")[0]
-
-    def emission(request: SimulatedRequest) -> list[int]:
-        if request.params.extra_args:  # a second pass
-            return [word]
-        return [*[word] * (EMISSION_TOKENS[request.draw % len(EMISSION_TOKENS)] - 1), encoder.end_id]
-
-    seqs, width = settings.vllm.max_num_seqs, projector.config.d_compiler
-    engine = SimulatedLLM(emission, width, step_s, seqs)
-    decoding = Decoding(settings.temperature, settings.max_new_tokens)
-    compiler = VllmCompiler(engine, encoder, projector, decoding, history=settings.history)  # type: ignore[arg-type]
-    compiler.load_adapter(Path(str(settings.checkpoint)), 0, projector)
+    compiler = simulated_compiler(
+        encoder,
+        projector,
+        step_s,
+        settings.vllm.max_num_seqs,
+        decoding=Decoding(settings.temperature, settings.max_new_tokens),
+        history=settings.history,
+    )
     action = [*encoder.ids("look"), encoder.end_id]
     acts = SimulatedLLM(lambda _: [action[0]] * (ACTION_TOKENS - 1) + action[-1:], 1, step_s, acting.vllm.max_num_seqs)
     acts.model_config.get_hidden_size = lambda: projector.config.d_executor

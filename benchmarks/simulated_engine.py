@@ -21,7 +21,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from compiler.vllm import VllmCompiler
+from lm.prompt import PromptEncoder
+from soft_mem.projector import Projector
+
 LOGPROB = -1.0  # of every token
+# Tokens of emissions at even quantiles, measured on 134 held-out ALFWorld games (mean 9.9, longest 97).
+EMISSION_TOKENS = (2, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 19, 24, 30, 40)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +159,22 @@ class SimulatedLLM:
 
     def reset_prefix_cache(self) -> bool:
         return True
+
+
+def simulated_compiler(
+    encoder: PromptEncoder, projector: Projector, step_s: float, max_num_seqs: int = 64, **settings: Any
+) -> VllmCompiler:
+    """Create a compiler of texts on a simulated engine, whose emissions have the lengths of real ones. Its caller must
+    be inside `simulated_vllm`. `settings`: further ones of `VllmCompiler`."""
+    word = encoder.ids("go")[0]
+
+    def write(request: SimulatedRequest) -> list[int]:
+        if request.params.extra_args:  # a second pass
+            return [word]
+        return [*[word] * (EMISSION_TOKENS[request.draw % len(EMISSION_TOKENS)] - 1), encoder.end_id]
+
+    llm: Any = SimulatedLLM(write, projector.config.d_compiler, step_s, max_num_seqs)
+    return VllmCompiler(llm, encoder, projector, **settings)
 
 
 @contextmanager
