@@ -194,7 +194,7 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """Optimisations of compiling that do not change the output (docs/guides/serving.md); engine hf unless noted."""
+    """Optimisations of compiling that do not change the output (docs/guides/models.md); engine hf unless noted."""
 
     drafts: int = Field(default=4, ge=0)
     """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""
