@@ -155,21 +155,23 @@ class _Player:
 
 
 class _Recording:
-    """A compiler or executor that remembers its requests and their seeds."""
+    """A compiler or executor that remembers its requests, and their seeds if they have any."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.seen = model, list[tuple[str, Any, int]]()
+        self.model, self.seen = model, list[tuple[str, tuple[Any, ...]]]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def compile(self, requests: Sequence[Any], seeds: Sequence[int]) -> list[Any]:
-        self.seen += [("compile", *pair) for pair in zip(requests, seeds, strict=True)]
-        return self.model.compile(requests, seeds)
+    def compile(self, requests: Sequence[Any], *seeds: Sequence[int]) -> list[Any]:
+        return self._ask("compile", requests, *seeds)
 
-    def act(self, requests: Sequence[Any], seeds: Sequence[int]) -> list[Any]:
-        self.seen += [("act", *pair) for pair in zip(requests, seeds, strict=True)]
-        return self.model.act(requests, seeds)
+    def act(self, requests: Sequence[Any], *seeds: Sequence[int]) -> list[Any]:
+        return self._ask("act", requests, *seeds)
+
+    def _ask(self, method: str, *lists: Sequence[Any]) -> list[Any]:
+        self.seen += [(method, arguments) for arguments in zip(*lists, strict=True)]
+        return getattr(self.model, method)(*lists)
 
     def begin(self) -> None:
         """Forget the requests, and empty the engine's prefix cache."""
@@ -180,8 +182,8 @@ class _Recording:
     def calls(self) -> list[Callable[[], Any]]:
         """Return a call for each request."""
         return [
-            lambda method=method, request=request, seed=seed: getattr(self.model, method)([request], [seed])
-            for method, request, seed in self.seen
+            lambda method=method, arguments=arguments: getattr(self.model, method)(*([one] for one in arguments))
+            for method, arguments in self.seen
         ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,6 +302,24 @@ def test_an_adapter_is_swapped_with_its_projector(tmp_path: Path) -> None:
     assert not any(torch.allclose(a.mu, b.mu, atol=1e-2) for a, b in zip(after, before, strict=True))
     second.projector.linear.weight.data.zero_()  # ours is a copy
     torch.testing.assert_close(ours.compile(requests())[0].mu, after[0].mu, atol=1e-5, rtol=1e-5)
+
+
+@using_vllm
+def test_requests_in_flight_are_answered_by_the_weights_that_they_began_with(tmp_path: Path) -> None:
+    long = Decoding(max_new_tokens=120)
+    first, second = (vllm_engines.trained(False, seed=seed, decoding=long) for seed in (1, 2))
+    ours = vllm_engines.served(first, tmp_path / "a")
+    vllm_engines.save_adapter(second, tmp_path / "b")
+    asked, begun = [tiny_models.request(i, image=False) for i in range(5)], threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        flying = thread.submit(ours.compile, asked, None, lambda i: begun.set() or True)
+        assert begun.wait(300)
+        ours.load_adapter(tmp_path / "b", 2, second.projector)
+        after = ours.compile(asked)
+        before = flying.result(300)
+    assert ({c.weight_version for c in before}, {c.weight_version for c in after}) == ({1}, {2})
+    assert_scored_alike(first, before)
+    assert_scored_alike(second, after)
 
 
 @using_vllm
