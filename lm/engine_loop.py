@@ -78,6 +78,7 @@ class EngineLoop:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._running: dict[str, _Running] = {}  # by the id in vLLM's outputs
+        self._busy = False  # requests are in the engine that this loop will bring to their end
         self._tails: dict[str, Tensor] = {}  # that no request has taken yet, by key
         self._inbox: queue.SimpleQueue[_Batch | _Call | None] = queue.SimpleQueue()
         self._turn = contextlib.nullcontext() if engine_process(llm) else _IN_THIS_PROCESS
@@ -98,7 +99,7 @@ class EngineLoop:
         process = engine_process(self.llm)
         if process is not None and process.engine_dead:
             return PROCESS_DIED
-        return LEFT_OVER if not self._running and self.llm.llm_engine.has_unfinished_requests() else None
+        return LEFT_OVER if not self._busy and self.llm.llm_engine.has_unfinished_requests() else None
 
     def run(
         self,
@@ -152,11 +153,13 @@ class EngineLoop:
             except BaseException as error:
                 failed, self._running = {one.batch: None for one in self._running.values()}, {}
                 self._tails.clear()
+                self._busy = False
                 for batch in failed:
                     batch.result.set_exception(error)
                 return
             for one, output in ended:
                 one.batch.end(one.place, output)
+        self._busy = False
 
     def _take(self, item: _Batch | _Call) -> None:
         try:
@@ -172,6 +175,7 @@ class EngineLoop:
         """Give a batch to the engine. Raises: RuntimeError, if an earlier failure left requests in it."""
         if reason := self.trouble:
             raise RuntimeError(reason)
+        self._busy = True
         ids = self.llm.enqueue(batch.requests, batch.params, lora_request=batch.lora, use_tqdm=False)
         states = self.llm.llm_engine.output_processor.request_states
         for place, id in enumerate(ids):
@@ -182,24 +186,22 @@ class EngineLoop:
         late = {name: one for name, one in self._running.items() if not one.batch.wanted(one.place)}
         if late:
             self.llm.llm_engine.abort_request([one.id for one in late.values()], internal=True)
-        ended = [(self._running.pop(name), None) for name in late]
-        for one, _ in ended:
-            self._tails.pop(tail_key(one.batch.params[one.place]), None)
-        if not self._running:
-            return ended
-        outputs = [output for output in self.llm.llm_engine.step() if output.finished]
-        found = [(self._running.pop(output.request_id, None), output) for output in outputs]
-        return [*ended, *self._with_tails([(one, output) for one, output in found if one is not None])]
+        ended: dict[str, Any] = dict.fromkeys(late)
+        if len(late) < len(self._running):
+            outputs = {output.request_id: output for output in self.llm.llm_engine.step() if output.finished}
+            ended |= {name: output for name, output in outputs.items() if name in self._running and name not in late}
+        self._add_tails(ended)
+        return [(self._running.pop(name), output) for name, output in ended.items()]
 
-    def _with_tails(self, ended: list[tuple[_Running, Any]]) -> list[tuple[_Running, Any]]:
+    def _add_tails(self, ended: dict[str, Any]) -> None:
         """Fetch the hidden states of requests that have ended, at one go."""
-        keys = [tail_key(one.batch.params[one.place]) for one, _ in ended]
-        if any(keys):
+        keys = {name: tail_key(one.batch.params[one.place]) for name in ended if (one := self._running[name])}
+        if any(key and ended[name] is not None for name, key in keys.items()):
             self._tails |= take_tails(self.llm)
-        for (_, output), key in zip(ended, keys, strict=True):
-            if key:
-                output.tail = self._tails.pop(key, None)
-        return ended
+        for name, key in keys.items():
+            tail = self._tails.pop(key, None)
+            if key and ended[name] is not None:
+                ended[name].tail = tail
 
 
 def _serve(loop: weakref.ref[EngineLoop], inbox: queue.SimpleQueue[_Batch | _Call | None]) -> None:
