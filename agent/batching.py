@@ -110,3 +110,17 @@ def results_of(backend: Backend, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(rows) == 1:
             return [error]
         return [results_of(backend, [row])[0] for row in rows]
+
+
+class Unbatched(StepBatcher):
+    """Calls each backend at once, for a loop without other episodes to batch with."""
+
+    def seeds_requests_of(self, owner: object) -> bool:
+        return False
+
+    async def call(self, index: int, backend: Backend, *arguments: Any) -> tuple[Any, float]:
+        started = time.perf_counter()
+        [answer] = backend(*([argument] for argument in arguments))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, time.perf_counter() - started

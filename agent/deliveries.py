@@ -5,6 +5,7 @@ static    all of M pasted into the executor's prompt at episode start (the paper
 live      the entries recalled at each step pasted at that step; equals static if memory recalls the same at every step
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC), with or without soft
           tokens and Brief State; or only where the executor alone has low confidence, or where the compile gate opens
+memgen    of kind compiled: a compiler without text makes soft tokens from goal, past commands and view alone
 
 `DELIVERIES` lists all of them: evaluations, tables, plots, reports, matrices and analyses read it. To add a delivery,
 add an entry.
@@ -66,6 +67,7 @@ class DeliverySpec:
     low_confidence_only: bool = False  # as in `Delivery`; the executor has to report its confidence
     gated: bool = False  # compile only steps that the compile gate (`compiler.gate`) selects
     needs_checkpoint: bool = False  # a trained compiler is required
+    text: bool = True  # the trained compiler writes text; False: it was trained to make soft tokens only
     needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M: all retrieved entries, the best one, or none
     control: bool = False  # a control condition; tables show it below a rule
@@ -87,6 +89,19 @@ class DeliverySpec:
         """Return whether the executor reads soft tokens that the trained compiler computed for this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
+    def check_text(self, writes_text: bool, compiler: str = "this one") -> None:
+        """Raise ValueError for a trained compiler that writes text where the delivery reads none, or the reverse."""
+        if self.text and not writes_text:
+            raise ValueError(
+                f"delivery {self.name} needs a compiler that writes text, and {compiler} was trained without "
+                "(text=false): use delivery memgen, or another checkpoint"
+            )
+        if writes_text and not self.text:
+            raise ValueError(
+                f"delivery {self.name} needs a compiler that was trained with text=false (-c sft/memgen), and "
+                f"{compiler} writes text"
+            )
+
     def create(
         self,
         trained: Compiler | None,
@@ -104,11 +119,13 @@ class DeliverySpec:
             teaching: settings of teachers without a model.
 
         Raises:
-            ValueError: the delivery needs a trained compiler or a compile gate, and got none; or a teacher that the
-                reader does not support.
+            ValueError: the delivery needs a trained compiler or a compile gate, and got none; a compiler that was
+                trained for other deliveries; or a teacher that the reader does not support.
         """
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
+        if self.needs_checkpoint:
+            self.check_text(getattr(trained, "writes_text", self.text))
         if self.gated and gate is None:
             raise ValueError(f"delivery {self.name} needs a compile gate: run `memcompiler train gate` on the SFT run")
         return Delivery(
@@ -154,6 +171,22 @@ def _teacher(name: str, label: str, entry: Literal["right", "random", "none"]) -
         needs_expert=True,
         control=True,
         compiler=lambda _, seed, reader, teaching: load_teacher(reader, teaching, seed, entry),
+    )
+
+
+def _memgen(name: str, label: str, compared_with: tuple[str, ...], gated: bool = False) -> DeliverySpec:
+    """Describe MemGen (arXiv 2509.24704): soft tokens from goal, past commands and view, without task memory and text,
+    at every step or at those that the compile gate selects."""
+    return DeliverySpec(
+        name,
+        label,
+        compiler=_trained,
+        brief_state=False,
+        gated=gated,
+        needs_checkpoint=True,
+        text=False,
+        memory="empty",
+        compared_with=compared_with,
     )
 
 
@@ -210,6 +243,8 @@ DELIVERIES = {  # in the order of tables and plots
             control=True,
             compared_with=("none", COMPILED),
         ),
+        _memgen("memgen", "MemGen", ("none", "static")),
+        _memgen("memgen_gated", "MemGen with trigger", ("none", "memgen"), gated=True),
         _teacher("expert_compiler", "expert as compiler", "right"),
         _teacher("expert_random_entry", "expert, random entry", "random"),
         _teacher("expert_no_places", "expert, places unknown", "none"),  # with teacher_level place, it gives commands

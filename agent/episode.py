@@ -22,6 +22,7 @@ from agent.continuous import ContinuousBatcher, batcher_for
 from agent.deliveries import Delivery, pasted_memory
 from agent.records import (
     ALL_KINDS,
+    NOTHING,
     Episode,
     EpisodeContext,
     StepInput,
@@ -94,6 +95,10 @@ class EpisodeSpec:
     next_attempt: Callable[[Sequence[Trace]], Session | None] = lambda _: None
     recall: str = ALL_KINDS
     environment: str = ""
+
+    def without_memory(self) -> EpisodeSpec:
+        """Return the same episode with nothing to recall, for deliveries with `memory="empty"`."""
+        return EpisodeSpec(self.task, bank_version=self.bank_version, recall=NOTHING, environment=self.environment)
 
     @property
     def goal(self) -> str:

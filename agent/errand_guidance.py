@@ -247,9 +247,16 @@ class Errands:
             case "put":
                 return self._put(notes, last, holding, cited)
             case "use":
-                lamps = last.view.of_kind(rest)
+                lamps = last.view.of_kind(rest) or self._lamp_seen_here(notes, last, rest)
                 return Due(f"use {lamps[0]}", cited) if lamps else self._seek(notes, last, rest)
         return self._treat(notes, last, verb, holding, cited)
+
+    def _lamp_seen_here(self, notes: Notes, last: Answered, lamp: str) -> list[str]:
+        """Name the lamp that an earlier view of this place showed, which the last answer does not show."""
+        seen = (
+            last.view.things is None and last.here in notes.places(lamp) and last.here not in notes.places(UNSEARCHED)
+        )
+        return [f"{lamp} 1"] if seen and last.here and not last.view.closed and not last.refused else []
 
     def _find(self, notes: Notes, last: Answered, thing: str, holding: str, cited: str) -> Due | None:
         if holding and last.here and not last.view.closed and not (last.refused and PUT.fullmatch(last.command)):

@@ -1,6 +1,7 @@
-"""Measure memory systems: time as they grow, KARMA's hit rates, and recall of evidence.
+"""Measure memory systems: time as they grow and at one size, KARMA's hit rates, and recall of evidence.
 
 memcompiler bench memory growth --out out/growth env=alfworld
+memcompiler bench memory size --out out/size --systems trajectory,amem,gmemory --episodes 10000
 memcompiler bench memory hit-rate --stream drifting --objects 40 --capacity 10 --policy wtinylfu --window 9
 memcompiler bench memory recall --data locomo.json --memory s3mem fill=true
 """
@@ -123,10 +124,87 @@ def recall_and_write_ms(
     return [_milliseconds(recall) for _ in episodes], writes
 
 
+def _cpu_milliseconds(run: Callable[[], object]) -> float:
+    """Return the CPU time of all threads."""
+    started = time.process_time()
+    run()
+    return 1000 * (time.process_time() - started)
+
+
 def _milliseconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return 1000 * (time.perf_counter() - started)
+
+
+# -- one size ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def size(
+    settings: Annotated[list[str] | None, typer.Argument(help="Evaluation settings as a.b=c.")] = None,
+    systems: Annotated[str, typer.Option(help="Memory systems, separated by commas.")] = "trajectory,amem,gmemory",
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to commit.")] = 10_000,
+    played: Annotated[int, typer.Option(min=1, help="Different episodes, which recur in further homes.")] = 500,
+    times: Annotated[int, typer.Option(min=1, help="Timed recalls.")] = 300,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the memories.")] = Path("out/size"),
+) -> None:
+    """Measure the write rate, the time to open a memory, recalls and the size on disk with one number of episodes.
+
+    The expert plays train tasks; further rounds are the same episodes in homes of other names. The memory is opened
+    again before the recalls: opening ends with the first recall. CPU milliseconds are those of all threads.
+    """
+    config, rows = load_config(EvalConfig, None, settings or []), list[list[str]]()
+    with Environments(config.env) as envs:
+        tasks = envs.tasks("train")[: min(played, config.limit or played)]
+        first = list(itertools.islice(expert_traces(envs, tasks, EXPERT_STEPS), len(tasks)))
+    for name in systems.split(","):
+        opened = partial(open_memory, MemoryConfig(system=name), out / name, config.env.name)
+        rate = write_rate(opened(), first, episodes, config.env.name)
+        asked = [trace.task for [trace] in itertools.islice(renamed(first), episodes)]
+        opening, spent = opening_and_recalls(opened(), asked, times)
+        disk = sum(file.stat().st_size for file in (out / name).rglob("*") if file.is_file())
+        figures = [f"{np.quantile(ms, share):.2f}" for ms in spent for share in (0.5, 0.99)]
+        rows.append([name, str(episodes), f"{rate:.0f}", f"{opening:.1f}", *figures, f"{disk / 2**20:.1f}"])
+        typer.echo(" | ".join(rows[-1]), err=True)
+    heads = ["system", "episodes", "written per CPU s", "opening, CPU s"]
+    heads += ["recall, median ms", "99 %", "CPU ms", "99 %", "MiB"]
+    typer.echo("\n".join(markdown_table(heads, rows)))
+
+
+def opening_and_recalls(
+    memory: MemorySystem, asked: Sequence[Task], times: int
+) -> tuple[float, tuple[list[float], list[float]]]:
+    """Return the CPU seconds of a memory's first recall, and the milliseconds and CPU milliseconds of further ones."""
+    rng = random.Random(times)
+    recall = lambda: memory.recall([Query(rng.choice(asked))])
+    opening, spent, busy = _cpu_milliseconds(recall) / 1000, list[float](), list[float]()
+    for _ in range(times):
+        busy.append(_cpu_milliseconds(lambda: spent.append(_milliseconds(recall))))
+    return opening, (spent, busy)
+
+
+def write_rate(memory: MemorySystem, first: Sequence[list[Trace]], episodes: int, env: str) -> float:
+    """Fill an empty memory and return the episodes written per CPU second.
+
+    Raises: typer.BadParameter, for a memory that is not empty."""
+    initialise_memory(memory, env)
+    if memory.origins():
+        raise typer.BadParameter(f"{memory.path} holds episodes already: name another folder (--out)")
+    stream, spent = itertools.islice(renamed(first), episodes), 0.0
+    while block := list(itertools.islice(stream, BLOCK)):
+        spent += _cpu_milliseconds(partial(memory.commit, block)) / 1000
+    return episodes / spent
+
+
+def renamed(first: Sequence[list[Trace]]) -> Iterator[list[Trace]]:
+    """Yield episodes without end: the given ones, and then again and again as those of further homes."""
+    for turn in itertools.count():
+        for [trace] in first:
+            task, scene = trace.task, f"{trace.task.scene} {turn}" if turn else trace.task.scene
+            again = replace(task, id=f"{task.id} {turn}", scene=scene, goal=task.goal.replace(task.scene, scene))
+            why = trace.rationale.replace(task.scene, scene) if task.scene else trace.rationale
+            yield [replace(trace, task=again, rationale=why) if turn else trace]
 
 
 # -- hit rate of KARMA's short-term memory (section 4.4) --------------------------------------------------------------

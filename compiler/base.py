@@ -1,4 +1,8 @@
-"""Base class of compilers with a language model: prompts as token ids, and compilations from drafts."""
+"""Base class of compilers with a language model: prompts as token ids, and compilations from drafts.
+
+A compiler that was trained with `text: false` (delivery `memgen`) writes no emission: its memory tokens follow the
+prompt, and a compilation is its soft tokens alone.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,18 @@ Generators = torch.Generator | Sequence[torch.Generator]  # one for the batch, o
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A sampled emission. `ids` ends with the end-of-turn token, which is forced if the emission was truncated."""
+    """A sampled emission. `ids` ends with the end-of-turn token, which is forced if the emission was truncated; a
+    compiler without text has no ids."""
 
     ids: tuple[int, ...]
     logprobs: Tensor  # (T,), without a forced end
     truncated: bool
     cached: int | None = None  # tokens of the prompt from a prefix cache
+
+
+def no_text() -> Draft:
+    """Return the draft of a compiler without text."""
+    return Draft((), torch.zeros(0), truncated=False)
 
 
 class TokenCompiler:
@@ -41,6 +51,7 @@ class TokenCompiler:
     generator: torch.Generator  # on the projector's device
     weight_version: int  # training increments it with every update; stored in every compilation
     context: int | None  # context length of the model in tokens; None if unknown
+    writes_text: bool = True  # False: it makes soft tokens only
 
     @property
     def n_tokens(self) -> int:
@@ -77,7 +88,7 @@ class TokenCompiler:
             return []
         prompts = [self.encode(request) for request in requests]
         # Room for emission, forced end of turn and memory tokens, and one token that vLLM generates behind them.
-        room = self.decoding.max_new_tokens + self.n_tokens + 2
+        room = self.decoding.max_new_tokens * self.writes_text + self.n_tokens + 2
         for prompt in prompts:
             check_context("compiler", len(prompt.ids), room, self.context)
         own = [torch.Generator(device=self.generator.device).manual_seed(seed) for seed in seeds or ()]
@@ -93,7 +104,10 @@ class TokenCompiler:
         raise NotImplementedError
 
     def parsed(self, ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
-        """Decode and parse an emission that ends with an end of turn, forced where truncated."""
+        """Decode and parse an emission that ends with an end of turn, forced where truncated; without ids there is
+        none."""
+        if not ids:
+            return "", ParseResult(Emission())
         text = self.encoder.tokenizer.decode(ids[:-1])
         return text, ParseResult(Emission(), ParseError.TRUNCATED) if truncated else parse(text)
 

@@ -76,6 +76,7 @@ def load_compiler(
             )
         )
     compiler = MemoryCompiler(backbone, projector, lora=lora, seed=seed, **_common(config, instructions))
+    compiler.writes_text = found is None or checkpoint.writes_text(found)
     if found and not merged:
         checkpoint.load(found, compiler)
     return compiler
@@ -110,6 +111,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: In
     device = device_of(config.device)  # with its number, since worker threads have another current GPU
     common = _common(config, instructions)
     served = VllmCompiler(llm, encoder, projector, seed=seed, device=device, **common)
+    served.writes_text = checkpoint.writes_text(found)
     if not merged:
         served.load_adapter(found, 0, projector)
     return served

@@ -137,6 +137,11 @@ def compiler_inputs(folder: Path) -> dict[str, Any] | None:
     return read_state(folder).get("compiler_reads")
 
 
+def writes_text(folder: Path) -> bool:
+    """Return whether a checkpoint's compiler was trained to write text beside its soft tokens."""
+    return read_state(folder).get("text", True)
+
+
 def environments(folder: Path) -> tuple[str, ...]:
     """Return the names of the training environments; () if they were not recorded."""
     state = read_state(folder)

@@ -175,7 +175,8 @@ class CompileReply(Body):
     kind: Kind
     parse_error: ParseError | None
     prompt_ids: tuple[int, ...]
-    emission_ids: tuple[int, ...]  # ends with the end-of-turn token, sampled or (if truncated) forced
+    # ends with the end-of-turn token, sampled or (if truncated) forced; empty from a compiler without text
+    emission_ids: tuple[int, ...]
     text_logprobs: tuple[float, ...] | None
     latent_logprobs: tuple[float, ...] | None  # of z, also where z is not returned
     emb_std: float | None  # soft tokens at the executor's scale are z * emb_std
@@ -226,7 +227,8 @@ class CompileReply(Body):
         """Decode the compilation; a missing z is the mean. Raises: ValueError, if client and service parse the emission
         differently, or a tensor is damaged."""
         error = self.parse_error
-        parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
+        none = error is ParseError.TRUNCATED or not (self.text or self.emission_ids)
+        parsed = ParseResult(Emission(), error) if none else parse(self.text)
         if (parsed.emission.kind, parsed.error) != (self.kind, error):
             raise ValueError(f"the service parses its emission as {self.kind}, this client as {parsed.emission.kind}")
         sent: list[TensorBody | None] = [getattr(self, name) for name in TENSORS]
@@ -282,9 +284,11 @@ class RemoteCompiler:
 
     Attributes:
         environment: named in requests that name none; for a service that compiles for several environments.
+        writes_text: False for a compiler that was trained to make soft tokens only.
     """
 
     concurrent = takes_seeds = True
+    writes_text = True
 
     def __init__(
         self,

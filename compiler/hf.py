@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from compiler.base import Draft, Generators, TokenCompiler
+from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.decoding import Decoder
 from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
@@ -20,6 +20,7 @@ from lm.backbone import Backbone
 from lm.device import to_device
 from lm.prefixes import PrefixCache
 from lm.prompt import Prompt
+from lm.shared_prefixes import Sharing, read_rows
 from lm.vision import vision_modules
 from soft_mem.projector import Gaussian, Projector
 
@@ -74,14 +75,20 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         """Tokenise an emission with its end-of-turn token, as SFT trains and decoding produces it."""
         return (*self.backbone.ids(text), self.backbone.end_id)
 
-    def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> CompilerScores:
-        """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token."""
+    def score(
+        self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]], sharing: Sharing = "never"
+    ) -> CompilerScores:
+        """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token, or
+        the prompt where an emission has no tokens.
+
+        Args:
+            sharing: whether what prompts begin with in common is read once (`lm.shared_prefixes`).
+        """
         memory = (self.backbone.memory_id,) * self.n_tokens
-        rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
-        batch = self.backbone.pad(rows, side="right")
-        hidden = self.backbone.hidden(batch)
-        sizes = torch.tensor([[len(prompt.ids) for prompt in prompts], [len(emission) for emission in emissions]])
-        starts, lengths = to_device(sizes, hidden.device)
+        read = read_rows(self.backbone, prompts, [(*emission, *memory) for emission in emissions], sharing)
+        hidden = read.hidden
+        begins = [len(prompt.ids) - skipped for prompt, skipped in zip(prompts, read.skipped, strict=True)]
+        starts, lengths = to_device(torch.tensor([begins, list(map(len, emissions))]), hidden.device)
         text_at = starts[:, None] + torch.arange(max(map(len, emissions)), device=hidden.device)
         text_mask = text_at < (starts + lengths)[:, None]
         text_at = text_at.clamp(max=hidden.shape[1] - 1)
@@ -90,7 +97,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         return CompilerScores(
             logits=self.backbone.logits(_take(hidden, text_at - 1)),
             text_mask=text_mask,
-            targets=batch.tokens.gather(1, text_at),
+            targets=read.tokens.gather(1, text_at),
             h_text=_take(hidden, text_at),
             h_soft=h_soft,
             gaussian=self.projector(h_soft),
@@ -121,6 +128,10 @@ class MemoryCompiler(TokenCompiler, nn.Module):
     ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
         self.eval()  # without dropout, as when scoring again
+        if not self.writes_text:
+            gaussian = self.score(prompts, [()] * len(prompts)).gaussian
+            self.train(was_training)
+            return [no_text()] * len(prompts), gaussian
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
         drafts, gaussian = Decoder(self, prompts, memories=memories, by=by, makes_soft=makes_soft).run(wanted)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from compiler.base import Draft, Generators, TokenCompiler
+from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
 from configs.models import Speed
@@ -182,7 +182,7 @@ class VllmCompiler(TokenCompiler):
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: StillWanted
     ) -> tuple[list[Draft], Gaussian]:
-        drafts = self._sample(prompts, by, wanted)
+        drafts = self._sample(prompts, by, wanted) if self.writes_text else [no_text()] * len(prompts)
         rows = [i for i, d in enumerate(drafts) if self.makes_soft(requests[i], d.ids, d.truncated)]
         hidden = torch.zeros(len(drafts), self.n_tokens, self.projector.config.d_compiler)
         if rows:

@@ -69,6 +69,8 @@ class EvalConfig(Settings):
     """What every delivery is compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}."""
     matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = Field(default={})
     """Axis -> named levels, each a mapping of overrides; or a list of values of the setting that the axis names."""
+    select: dict[str, tuple[str, ...]] = Field(default={})
+    """Axis -> names of the levels to play, in this order; of axes that it does not name, all levels are played."""
     split: str | None = None
     """Split of the environment; null: its evaluation split (household: test, alfworld: valid_seen)."""
     limit: PositiveInt | None = None
@@ -144,6 +146,13 @@ class EvalConfig(Settings):
             str(axis): {str(name): level for name, level in levels.items()} if isinstance(levels, dict) else levels
             for axis, levels in value.items()
         }
+
+    @field_validator("select", mode="before")
+    @classmethod
+    def _levels_as_strings(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {axis: [str(one) for one in some] if isinstance(some, list) else some for axis, some in value.items()}
 
 
 class QuickstartConfig(Settings):

@@ -97,7 +97,9 @@ class TrainingEvaluation(Settings):
     """Number of held-out tasks to play; 0: no evaluation."""
     every: int = Field(default=50, ge=1)
     """SFT steps or GRPO updates between evaluations; the last one is always evaluated."""
-    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_gated"] = "compiled"
+    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_gated", "memgen", "memgen_gated"] = (
+        "compiled"
+    )
     """Delivery under which the tasks are played."""
     max_steps: int = Field(default=15, ge=1)
     """Maximum steps of an episode."""
@@ -148,12 +150,18 @@ class SftConfig(Settings):
     """False: train the text channel only, without projector and action loss."""
     brief_state: bool = True
     """False: train on rows without Brief State, for delivery compiled_no_brief."""
+    text: bool = True
+    """False: train soft tokens made from goal, past commands and view alone, without memory and text, for delivery
+    memgen."""
     validation: TrainingValidation = TrainingValidation()
     """Validation on rows of held-out tasks."""
     evaluation: TrainingEvaluation = TrainingEvaluation()
     """Evaluation on the held-out tasks of `validation`."""
     loader_workers: int = Field(default=0, ge=0)
     """Worker processes per rank that encode rows ahead of training; 0: none."""
+    share_prefix: bool = True
+    """Read what rows of a micro-batch begin with in common (instructions, task memory) once. Rows of an episode lie
+    together, and episodes are shuffled; false: rows are shuffled."""
     length_buckets: int = Field(default=0, ge=0)
     """Batch rows of similar length, sorted within windows of this many batches; 0: off."""
     gradient_checkpointing: bool = False
@@ -175,6 +183,20 @@ class SftConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _without_text(self) -> SftConfig:
+        if self.text:
+            return self
+        needed = {
+            "soft": ("true", self.soft),
+            "brief_state": ("false", not self.brief_state),
+            "executor.soft_on": ("always", self.executor.soft_on == "always"),
+            "latent": ("none", self.latent == "none"),
+        }
+        if missing := [f"{name}={value}" for name, (value, holds) in needed.items() if not holds]:
+            raise ValueError(f"text=false trains soft tokens without memory and guidance: set {', '.join(missing)}")
+        return self
+
+    @model_validator(mode="after")
     def _can_evaluate(self) -> SftConfig:
         if not self.evaluation.tasks:
             return self
@@ -184,11 +206,14 @@ class SftConfig(Settings):
             raise ValueError(f"evaluation plays with whole models, but backend {self.backend} has them in slices")
         if self.evaluation.selects_best and self.validation.patience:
             raise ValueError("with evaluation.selects_best, set evaluation.patience, not validation.patience")
-        if self.evaluation.delivery == "compiled_gated":
-            raise ValueError("the compile gate is fitted after SFT: set evaluation.delivery=compiled")
+        if self.evaluation.delivery.endswith("_gated"):
+            raise ValueError("the compile gate is fitted after SFT: set evaluation.delivery=compiled (or memgen)")
         fitting = None if self.soft and self.brief_state else "compiled_no_brief" if self.soft else "compiled_text"
+        fitting = fitting if self.text else "memgen"
         if fitting and self.evaluation.delivery != fitting:
-            raise ValueError(f"with soft=false or brief_state=false, set evaluation.delivery={fitting}")
+            raise ValueError(f"with soft=false, brief_state=false or text=false, set evaluation.delivery={fitting}")
+        if self.text and self.evaluation.delivery == "memgen":
+            raise ValueError("evaluation.delivery=memgen plays a compiler that is trained with text=false")
         return self
 
 
@@ -302,10 +327,12 @@ class GrpoConfig(Settings):
     """Episodes per task (K of C.3.2)."""
     max_steps: int = Field(default=15, ge=1)
     """Maximum steps of an episode."""
-    delivery: Literal["compiled", "compiled_gated", "compiled_text", "compiled_no_brief"] = "compiled"
+    delivery: Literal["compiled", "compiled_gated", "compiled_text", "compiled_no_brief", "memgen", "memgen_gated"] = (
+        "compiled"
+    )
     """compiled_gated: compile, and learn from, only the steps that the compile gate selects
-    (docs/guides/training.md). compiled_text, compiled_no_brief: continue a checkpoint of `soft=false` or
-    `brief_state=false`."""
+    (docs/guides/training.md). compiled_text, compiled_no_brief, memgen: continue a checkpoint of `soft=false`,
+    `brief_state=false` or `text=false`. memgen_gated: as memgen, at the steps that the gate selects."""
     token_cost: float = Field(default=0.0, ge=0)
     """Cost per token of an episode's mean emission, subtracted from the reward of success, down to 0; the paper has
     none."""
@@ -323,6 +350,8 @@ class GrpoConfig(Settings):
     """Passes over the samples of an update."""
     micro_batch_size: int = Field(default=16, ge=1)
     """Samples per forward pass of a process, which bounds its memory."""
+    share_prefix: bool = True
+    """Read what samples of a micro-batch begin with in common (instructions, task memory) once."""
     gradient_checkpointing: bool = False
     """Recompute activations: a third more time, much less memory."""
     backend: Backend = "replicated"
@@ -374,6 +403,11 @@ class GrpoConfig(Settings):
             raise ValueError("an API executor reads no soft tokens: train text only (loss.latent_weight=0)")
         if self.delivery == "compiled_text" and self.loss.latent_weight > 0:
             raise ValueError("delivery compiled_text has no soft tokens to train: set loss.latent_weight=0")
+        if self.delivery.startswith("memgen") and not (self.loss.latent_weight and self.executor.soft_on == "always"):
+            raise ValueError(
+                "delivery memgen has soft tokens only, which are read without guidance: set executor.soft_on=always "
+                "and loss.latent_weight above 0"
+            )
         here = self.executor.engine == "hf"
         if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
             raise ValueError(

@@ -166,13 +166,14 @@ def open_experience_bank(
 
 
 def bank_facts(config: Config, bank: MemorySystem) -> dict[str, Any]:
-    """Return name, version and size of a bank and how it was isolated, for the record; a cached bank is named by its
-    folder."""
+    """Return name, version, size and system of a bank and how it was isolated, for the record; a cached bank is named
+    by its folder."""
     name = config.memory.bank or bank.path.resolve().parent.name
     return {
         "bank": name,
         "bank_version": bank.snapshot(),
         "bank_entries": len(bank),
+        "memory_system": config.memory.system,
         "memory_isolation": config.memory.isolation,
     }
 

@@ -11,7 +11,7 @@ from configs.collect import MemoryConfig, MemoryModels
 from configs.models import model_path
 from envs.command_reader import CommandReader, alike
 from envs.registry import known
-from lm.answer_cache import EndpointStop
+from lm.answer_cache import EndpointStop, price, read_totals
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.endpoint_embedder import EndpointEmbedder
 from memory.budgeted import BudgetedMemory
@@ -107,6 +107,35 @@ def chat_function(endpoint: Endpoint) -> ChatFunction:
         return None if isinstance(answer, EndpointFailure) else answer.text
 
     return ask
+
+
+def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
+    """Return who wrote a memory and what that cost: `system`, `written_by` (a model's name, or "rules"), `episodes`,
+    `entries`, requests and tokens by role of its endpoints' account, and unusable answers by role.
+
+    `price` is in the currency of the settings; null where the memory's account names a model that they do not.
+    """
+    path = Path(config.api.cache) if config.api and config.api.cache else memory.path / RESPONSES
+    models = read_totals(path)
+    embedding = models.pop(str(config.embedding_model), {})
+    counts = {
+        name: sum(of[name] for roles in models.values() for of in roles.values())
+        for name in ("requests", "tokens_in", "tokens_out")
+    }
+    known = config.api is not None and set(models) <= {config.api.model}
+    paid = price(config.api, counts["tokens_in"], counts["tokens_out"]) if config.api and known else None
+    inner = memory.memory if isinstance(memory, BudgetedMemory) else memory
+    return {
+        "system": memory.name,
+        "written_by": " and ".join(models) or "rules",
+        "episodes": memory.origins().total(),
+        "entries": len(memory),
+        **counts,
+        "price": 0.0 if not models else paid,
+        "roles": {role: of for roles in models.values() for role, of in roles.items()},
+        "embeddings": embedding,
+        "failures": dict(getattr(inner, "failures", {})),
+    }
 
 
 def clear_memory(path: Path) -> None:

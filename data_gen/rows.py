@@ -153,6 +153,12 @@ def without_brief_state(row: SftRow) -> SftRow:
     return replace(row, state="", emission=row.emission if parsed.error else render(replace(parsed.emission, ops=())))
 
 
+def without_memory_and_text(row: SftRow) -> SftRow:
+    """Convert a row for a compiler that makes soft tokens from goal, past commands and view alone (delivery memgen)."""
+    bare = replace(row, memory_ids=(), memory_texts=(), memory_images=(), state="", emission="")
+    return replace(bare, guidances=(), reasons=(), own_scene=False)
+
+
 def split_rows(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
     """Split rows into training and held-out rows by task; seed and task ids alone decide which tasks are held out.
 

@@ -44,10 +44,12 @@ def settings_page() -> str:
     from configs.collect import CollectConfig
     from configs.evaluation import EvalConfig, QuickstartConfig
     from configs.models import ServeConfig
+    from configs.proxy import ProxyConfig
     from configs.reproduce import ReproduceConfig
     from configs.training import GrpoConfig, SftConfig
 
-    roots = [CollectConfig, SftConfig, GrpoConfig, EvalConfig, ServeConfig, QuickstartConfig, ReproduceConfig]
+    serving = [ServeConfig, ProxyConfig]
+    roots = [CollectConfig, SftConfig, GrpoConfig, EvalConfig, *serving, QuickstartConfig, ReproduceConfig]
     parts = ["# Settings\n\nGenerated from the typed settings. Set them in YAML or as `a.b=c` on the command line."]
     seen: list[type[BaseModel]] = []
     for model in _models(roots):

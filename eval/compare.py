@@ -250,7 +250,6 @@ def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
         "pairs": pairs,
         "main": main,
         "compared": (main[0].a, main[0].b) if main else (columns[0], columns[0]),
-        "shown": list(dict.fromkeys([*(pair.b for pair in main), *(pair.a for pair in main)])) or columns[:1],
         "settings": differing([run.settings for run in runs]),
         "facts": differing([run.facts for run in runs]),
         "data": {pair.a: {"against": pair.b, **pair.all} for pair in pairs},

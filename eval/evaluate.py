@@ -30,9 +30,11 @@ from configs.load import ConfigError
 from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.experience import bank_facts, open_experience_bank
 from data_gen.leakage import record_evaluation
+from data_gen.memory_factory import writing_facts
 from data_gen.tasks import select_tasks
 from envs.base import TaskSequence
 from envs.registry import environment_version, evaluation_split
+from eval import memories
 from eval.error_analysis import chance, lookup
 from eval.living import REFERENCE, LivingEvaluation, living_results, pool_sequences
 from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
@@ -83,7 +85,12 @@ def _check_checkpoints(all_cells: Sequence[Cell]) -> None:
         if cell.config.compiler.checkpoint is None:
             where = f"cell {cell.name}: " if cell.name else ""
             raise ConfigError(f"{where}delivery {names[0]} needs a trained compiler: set compiler.checkpoint")
-        checkpoint.find(Path(cell.config.compiler.checkpoint))
+        found = checkpoint.find(Path(cell.config.compiler.checkpoint))
+        for name in names:
+            try:
+                find(name).check_text(checkpoint.writes_text(found), cell.config.compiler.checkpoint)
+            except ValueError as error:
+                raise ConfigError(f"{f'cell {cell.name}: ' if cell.name else ''}{error}") from None
 
 
 # one cell -------------------------------------------------------------------------------------------------------------
@@ -181,6 +188,10 @@ def _evaluate(
             of_delivery["stream"] = summarise_stream(episodes[name])
         for name, stream in online.items():
             summary["results"][name]["stream"]["leaked"] = count_leaks(episodes[name], stream.tasks, stream.memory)
+    if not config.memory.living:
+        for name in filter(lambda name: find(name).recalls, config.deliveries):
+            written = online[name].memory if name in online else memory
+            summary["results"][name]["writing"] = writing_facts(config.memory, written)
     if config.memory.living:
         for name, of in living_results(chosen.sequences, episodes, memory, config.max_steps).items():
             summary["results"][name]["living"] = of
@@ -231,7 +242,8 @@ def _results(
     config, levels, protocol = cell.config, dict(cell.levels), cell.config.memory.protocol
     specs = chosen.specs
     started = read_json(run.path / ENVIRONMENT)
-    looked_up = [name for name in episodes if find(name).needs_checkpoint and protocol == "frozen"]
+    guided = [name for name in episodes if find(name).needs_checkpoint and find(name).text]
+    looked_up = guided if protocol == "frozen" else []
     meta = {
         "environment": config.env.name,
         "split": chosen.split,
@@ -303,18 +315,23 @@ def _pool_cells(
     played = [(cell, name, joined(cell.group, name)) for cell in all_cells for name in cell.config.deliveries]
     pairs = [(column, base) for cell, name, column in played if (base := baseline_of(config, cell, name))]
     budgets = {column: cell.config.budgets for cell, _, column in played}
-    pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs, budgets)
+    by_column = grouped(episodes, lambda episode: episode.delivery)
+    pooled = results(by_column, meta, pairs, budgets)
     for column, members in grouped(played, lambda one: one[2]).items():
         summaries = [(cell, done[cell.name]["results"][delivery]) for cell, delivery, _ in members]
         pooled["results"][column] |= {"delivery": members[0][1], **_of_column(summaries)}
         if living := [(cell.name, of["living"]) for cell, of in summaries if "living" in of]:
             reference = [(c.name, done[c.name]["results"].get(REFERENCE, {}).get("living")) for c, _ in summaries]
             pooled["results"][column]["living"] = pool_sequences(living, [each for each in reference if each[1]])
+    if memories.AXIS in meta["axes"]:
+        trained = {cell.group: (done[cell.name]["trained"] or {}).get("memory") for cell in all_cells}
+        pooled["memories"] = memories.compare_memories(pooled["results"], by_column, trained)
     return pooled
 
 
 def _of_column(members: Sequence[tuple[Cell, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return what differs among the pooled cells of a column: success by seed and by order; and the pooled stream."""
+    """Return what differs among the pooled cells of a column: success by seed and by order; the pooled stream; and what
+    the first one's memory cost."""
 
     def success_by(axis: str, otherwise: str) -> dict[str, float]:
         levels = grouped(members, lambda member: member[0].levels.get(axis, otherwise))
@@ -329,4 +346,6 @@ def _of_column(members: Sequence[tuple[Cell, Mapping[str, Any]]]) -> dict[str, A
         about["success_by_order"] = success_by(ORDER_AXIS, "")
     if streams:
         about["stream"] = pool_streams(streams)
+    if "writing" in members[0][1]:
+        about["writing"] = members[0][1]["writing"]
     return about

@@ -5,9 +5,10 @@
       split: [base, spatial]                                        short for {base: {split: base}, ...}
       seed: {0: {seed: 0, env.seed: 0}, 1: {seed: 1, env.seed: 1}}
 
-A level holds overrides like `a.b=c` on the command line. `\\${seed}` in a level is the cell's seed (the backslash
-delays the reference), so that `runs/\\${seed}/linear` is a checkpoint per seed. Cells that differ only in the axes
-`seed` and `order` (of an online evaluation) form one group, whose episodes tables pool."""
+`select: {split: [base]}` plays some levels of an axis only. A level holds overrides like `a.b=c` on the command line.
+`\\${seed}` in a level is the cell's seed (the backslash delays the reference), so that `runs/\\${seed}/linear` is a
+checkpoint per seed. Cells that differ only in the axes `seed` and `order` (of an online evaluation) form one group,
+whose episodes tables pool."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from eval.metrics import grouped, joined
 SEED_AXIS, ORDER_AXIS = "seed", "order"
 POOLED = (SEED_AXIS, ORDER_AXIS)  # axes whose levels are pooled
 DELIVERY = "delivery"  # key of `baseline` besides the axes
-_OWN = ("matrix", "baseline")  # settings of the matrix, which its cells do not have
+_OWN = ("matrix", "baseline", "select")  # settings of the matrix, which its cells do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class Cell:
 
 
 def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Return the levels of each axis by their names in tables and folders.
+    """Return the selected levels of each axis by their names in tables and folders.
 
     Raises:
-        ConfigError: an axis without levels, or two levels with the same name.
+        ConfigError: an axis without levels, two levels with the same name, or an unknown axis or level in `select`.
     """
     named: dict[str, dict[str, Mapping[str, Any]]] = {}
     for axis, levels in config.matrix.items():
@@ -63,6 +64,12 @@ def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
         if not pairs or len(by_name) < len(pairs) or _plain(axis) in (*named, DELIVERY):
             raise ConfigError(f"matrix.{axis}: axes and levels need unique names, and an axis at least one level")
         named[_plain(axis)] = by_name
+    for axis, wanted in config.select.items():
+        levels = named.get(axis, {})
+        if not wanted or set(wanted) - levels.keys():
+            known = ", ".join(levels) or f"the axes {', '.join(named)}"
+            raise ConfigError(f"select.{axis}={','.join(wanted)}: the matrix has {known}")
+        named[axis] = {level: levels[level] for level in dict.fromkeys(wanted)}
     return named
 
 
@@ -107,6 +114,8 @@ def check_deliveries(config: EvalConfig) -> None:
             raise ConfigError(f"deliveries: {name} needs episodes side by side, which memory.protocol=frozen plays")
         if spec.low_confidence_only and not config.executor.reports_confidence:
             raise ConfigError(f"deliveries: {name} needs an executor that reports its confidence: executor.mode=choice")
+        if not spec.text and config.executor.soft_on != "always":
+            raise ConfigError(f"deliveries: {name} has no guidance for soft tokens to follow: executor.soft_on=always")
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} needs the environment's expert, and {config.env.name} has none")
 

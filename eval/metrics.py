@@ -313,10 +313,11 @@ def paired_difference(
     Raises:
         ValueError: they share no task.
     """
-    return paired(_success_by_task(a, within), _success_by_task(b, within), seed)
+    return paired(success_by_task(a, within), success_by_task(b, within), seed)
 
 
-def _success_by_task(episodes: Sequence[Episode], within: float) -> dict[str, Fraction]:
+def success_by_task(episodes: Sequence[Episode], within: float = inf) -> dict[str, Fraction]:
+    """Return each task's share of successes within so many steps."""
     by_task = grouped(episodes, lambda episode: episode.task_id)
     return {task: Fraction(sum(succeeded(e, within) for e in mine), len(mine)) for task, mine in by_task.items()}
 

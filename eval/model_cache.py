@@ -75,6 +75,7 @@ class ModelCache:
             trained = remote.about()
             warn_about_executor_inputs(trained.get("executor_reads"), config.executor, str(config.compiler.url))
             warn_about_compiler_inputs(trained.get("compiler_reads"), config.compiler, str(config.compiler.url))
+            remote.writes_text = trained.get("text", True)
             served = trained.get("environments") or ()
             if len(served) > 1:
                 remote.environment = config.env.name

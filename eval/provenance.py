@@ -27,6 +27,7 @@ from envs.manifest import Manifest
 from executor.prompt import Context, ExecutorRequest, MemoryBlock, Turn, executor_chat, executor_text
 from memory.entry import MemoryEntry, Provenance
 
+ABLATIONS = ("soft", "brief_state", "text")  # parts of the compiler that a training may leave out
 _ENTRY = MemoryEntry(
     "e", "in home 1: put a mug in cabinet\ntake mug 1 from desk 1", Provenance("t", "", goal="", split="", success=True)
 )
@@ -74,13 +75,26 @@ def identity_of_models(
 
 
 def training_of(config: EvalConfig) -> dict[str, Any] | None:
-    """Return the checkpoint of the compiler, the benchmarks of its training, and whether that was with soft tokens and
-    Brief State; None without a trained compiler in this process."""
+    """Return the checkpoint of the compiler, the benchmarks and memory systems of its training, and whether that was
+    with soft tokens, Brief State and text; None without a trained compiler in this process."""
     if config.compiler.engine == "http" or not any(find(name).needs_checkpoint for name in config.deliveries):
         return None
     state = checkpoint.read_state(found := checkpoint.find(Path(str(config.compiler.checkpoint))))
-    on = {"environment": " and ".join(checkpoint.environments(found)) or None, "stage": state.get("stage")}
-    return {"checkpoint": config.compiler.checkpoint, **on, **{k: state.get(k, True) for k in ("soft", "brief_state")}}
+    on = {
+        "environment": " and ".join(checkpoint.environments(found)) or None,
+        "memory": " and ".join(_memory_systems(state)) or None,
+        "stage": state.get("stage"),
+    }
+    return {"checkpoint": config.compiler.checkpoint, **on, **{k: state.get(k, True) for k in ABLATIONS}}
+
+
+def _memory_systems(state: Mapping[str, Any]) -> list[str]:
+    """Return the memory systems that a compiler was trained with, from its checkpoint's state."""
+    if not state.get("text", True):
+        return []
+    banks = [state, *state.get("banks", {}).values()]
+    of_banks = (bank["memory_system"] for bank in banks if "memory_system" in bank)
+    return list(dict.fromkeys([*state.get("memory_systems", ()), *of_banks]))
 
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:

@@ -1,23 +1,18 @@
-"""Replays of a report: selection of the episodes, and what the templates show of each."""
+"""Replays of a report: selection of the episodes that its player shows."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from PIL import Image
-
-from agent.records import Episode, png_base64
-from eval.metrics import EMISSION_KINDS, is_control, ordered, succeeded
+from agent.records import Episode
+from eval.metrics import is_control, ordered, succeeded
 from eval.runs import EpisodeSource
-from runtime.errors import is_failure
 
 MAX_BYTES = 15_000_000  # of a page, so that phones open it; the page states how many tasks are left out
-PICTURE_PIXELS = 256  # maximum side of a picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,95 +96,3 @@ def load_chosen(source: EpisodeSource, chosen: Sequence[Sequence[Episode]]) -> l
 
 def _key(episode: Episode) -> tuple[str, str, int]:
     return episode.delivery, episode.task_id, episode.seed
-
-
-# what templates show of an episode ------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Part of a Brief State line; `change` is "same", "added" or "removed"."""
-
-    change: str
-    text: str
-
-
-class StateLine(NamedTuple):
-    """Line of the Brief State, e.g. label `note` with its beliefs as pieces."""
-
-    label: str
-    pieces: tuple[Piece, ...]
-
-
-def episode_view(episode: Episode) -> dict[str, Any]:
-    return {
-        "episode": episode,
-        "outcome": outcome(episode),
-        "steps": list(_step_views(episode)),
-        "kinds": [kind for kind in EMISSION_KINDS if any(step.emission_kind == kind for step in episode.steps)],
-        "parse_errors": sum(step.parse_error is not None for step in episode.steps),
-    }
-
-
-def outcome(episode: Episode) -> str:
-    """Return "broken" (a technical failure), "success" or "failure"."""
-    if is_failure(episode.stop_reason):
-        return "broken"
-    return "success" if episode.success else "failure"
-
-
-def _step_views(episode: Episode) -> Iterator[dict[str, Any]]:
-    steps, known = episode.steps, set(episode.memory_ids)
-    answer, compiles = None, any(step.emission_kind for step in steps)
-    for step in steps:
-        ids = episode.memory_ids if step.memory_ids is None else step.memory_ids
-        fresh, known = [id for id in ids if id not in known], set(ids)
-        # the step of a technical failure has no state after it
-        state = diff_state(step.brief_before, step.brief_after or step.brief_before)
-        yield {
-            "step": step,
-            "picture": _picture(step.image),
-            "state": state if compiles else [],  # without a compiler it is only the goal
-            "changed": any(piece.change != "same" for line in state for piece in line.pieces),
-            # newly recalled entries, with the text of generated ones, which no bank holds
-            "recalled": [(id, episode.made[id].text if id in episode.made else "") for id in fresh],
-            "seen_before": step.observation == answer,  # equal to the last feedback
-        }
-        answer = step.feedback
-
-
-def diff_state(before: str, after: str) -> list[StateLine]:
-    """Compare two Brief States: match lines by label, then compare their items."""
-    old, new = ([_split_line(line) for line in text.splitlines()] for text in (before, after))
-    matcher = difflib.SequenceMatcher(a=[label for label, _ in old], b=[label for label, _ in new], autojunk=False)
-    lines: list[StateLine] = []
-    for tag, i, j, k, m in matcher.get_opcodes():
-        if tag == "equal":
-            pairs = zip(old[i:j], new[k:m], strict=True)
-            lines += [StateLine(label, _diff_items(was, now)) for (label, was), (_, now) in pairs]
-            continue
-        lines += [StateLine(label, _diff_items(was, [])) for label, was in old[i:j]]
-        lines += [StateLine(label, _diff_items([], now)) for label, now in new[k:m]]
-    return lines
-
-
-def _split_line(line: str) -> tuple[str, list[str]]:
-    """`note: a = 1 ; b = 2` -> ("note", ["a = 1", "b = 2"])"""
-    label, mark, body = line.partition(": ")
-    return (label, body.split(" ; ")) if mark else ("", [line])
-
-
-def _diff_items(was: Sequence[str], now: Sequence[str]) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    for tag, i, j, k, m in difflib.SequenceMatcher(a=was, b=now, autojunk=False).get_opcodes():
-        parts = [("same", was[i:j])] if tag == "equal" else [("removed", was[i:j]), ("added", now[k:m])]
-        pieces += [Piece(change, " ; ".join(items)) for change, items in parts if items]
-    return tuple(pieces)
-
-
-def _picture(image: Image.Image | None) -> dict[str, Any] | None:
-    if image is None:
-        return None
-    if max(image.size) > PICTURE_PIXELS or image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
-        image = image.convert("RGB")
-        image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
-    return {"data": png_base64(image), "width": image.width, "height": image.height}

@@ -1,12 +1,11 @@
 """HTML report of a run, one file that opens offline: results, figures, replays of the same tasks under each delivery.
 
-Everything from episodes is data: Jinja2 escapes it, no value goes into a script or a style, and a content security
-policy allows only our own script (by its hash). eval/compare.py writes the page that compares runs."""
+Everything from episodes is data: Jinja2 escapes it, replays travel as JSON to the player (eval/player.py), and a
+content security policy allows only our own script (by its hash). eval/compare.py writes the page that compares runs."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 import re
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 from PIL import Image
 
@@ -24,16 +23,15 @@ from agent.records import Episode
 from eval import table
 from eval.error_analysis import KINDS as ERROR_KINDS
 from eval.metrics import EMISSION_KINDS, budgets_of, compared_pairs, display_name, groups_of, is_control, ordered
+from eval.player import content_policy, script_json, source_of, task_json, templates
 from eval.plots import DPI, family_title, read_metrics, results_plots, training_plot
-from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8
+from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, load_chosen, named, select, utf8
 from eval.runs import EpisodeSource, load_run
 from runtime.store import atomic_file
 
 SHORT_HASH = 12  # characters of a hash in the report
 SCREEN_DPI = 96
-SIDE_BY_SIDE = ("none", "static", "compiled")  # deliveries shown at first
 CAPTIONS = {"deliveries": "Success by delivery", "steps": "Success against steps", "training": "Training losses"}
-_TEMPLATES = Path(__file__).parent / "templates"
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -93,43 +91,58 @@ def write_page(
     heads = [replace(episode, steps=[]) for episode in episodes]
     only, wanted = replays.only, len(replays.only) or replays.tasks
     tasks = load_chosen(source, select(named(heads, only), wanted, page["deliveries"], page["compared"]))
-    environment = _environment()
-    style, script = (_TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    style, script = source_of("player.css") + source_of("report.css"), source_of("player.js")
     render = partial(
-        environment.get_template(template).render,
+        _environment().get_template(template).render,
         **page,
-        style=Markup(style),
-        script=Markup(script),
-        policy=_policy(style, script),
+        style=style,
+        script=script,
+        policy=content_policy(style, script),
         played=len({head.task_id for head in heads}),
         only=only,
         max_megabytes=replays.max_bytes / 1e6,
     )
-    fitting = _fitting(environment, tasks, replays.max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
+    empty = render(player=_player_json(page, []), shown=0, left_out=len(tasks))
+    fitting = _fitting(tasks, replays.max_bytes - len(utf8(empty)))
+    html = render(player=_player_json(page, fitting), shown=len(fitting), left_out=len(tasks) - len(fitting))
     if out_path.exists() and b"MemCompiler" not in out_path.read_bytes():
         raise FileExistsError(f"{out_path} was not written by this command: choose another file (--out)")
     out_path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(out_path) as file:
-        file.write(utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
+        file.write(utf8(html))
     return out_path
 
 
-def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budget: int) -> list[Markup]:
-    """Render tasks in order while they fit into `budget` bytes; of the first task, as many deliveries as fit."""
-    template, rendered = environment.get_template("task.html.j2"), []
-    for number, episodes in enumerate(tasks, start=1):
-        views = [episode_view(episode) for episode in episodes]
-        while True:
-            html = template.render(number=number, task=episodes[0], episodes=views)
-            size = len(utf8(html))
-            if rendered or size <= budget or len(views) == 1:
-                break
-            views.pop()
-        if size > budget:
+def _fitting(tasks: Sequence[Sequence[Episode]], budget: int) -> list[Markup]:
+    """Write tasks as JSON in order while they fit into `budget` bytes; of the first task, as many deliveries as fit."""
+    written: list[Markup] = []
+    for episodes in tasks:
+        left = list(episodes)
+        text = task_json(left)
+        while not written and len(text) > budget and len(left) > 1:
+            left.pop()
+            text = task_json(left)
+        if len(text) + 1 > budget:
             break
-        rendered.append(Markup(html))  # the template has escaped its values
-        budget -= size
-    return rendered
+        written.append(text)
+        budget -= len(text) + 1  # and a comma
+    return written
+
+
+def _player_json(page: Mapping[str, Any], tasks: Sequence[Markup]) -> Markup:
+    """Write the player's data: the tasks, the deliveries, and the two that are shown side by side at first."""
+    main, baseline = page["compared"]
+    facts = {
+        "live": False,
+        "kinds": EMISSION_KINDS,
+        "lanes": list(dict.fromkeys((baseline, main))),
+        "deliveries": [{"name": name, "label": display_name(name)} for name in page["deliveries"]],
+        "families": [{"name": name, "label": family_title(name)} for name in page["families"]],
+        "types": list(page["kinds"]),
+        "tasks": [],
+    }
+    head, tail = script_json(facts).rsplit("[]", 1)
+    return Markup(f"{head}[{','.join(tasks)}]{tail}")  # all of it is escaped
 
 
 def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
@@ -139,7 +152,6 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "results": results,
         "deliveries": deliveries,
         "compared": compared(deliveries),
-        "shown": sorted(deliveries, key=lambda name: name not in SIDE_BY_SIDE)[: len(SIDE_BY_SIDE)],
         "families": groups_of(results["results"], "by_family"),
         "kinds": groups_of(results["results"], "by_kind"),
         "budgets": budgets_of(results["results"].values()),
@@ -149,6 +161,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],
         "plots": [_plot(path) for path in plots],
+        "memories": results.get("memories"),
     }
 
 
@@ -168,24 +181,9 @@ def _plot(path: Path) -> dict[str, Any]:
     return {"caption": caption, "data": base64.b64encode(content).decode(), "width": width, "height": height}
 
 
-def _policy(style: str, script: str) -> str:
-    """Return a content security policy that loads nothing and allows only our own style and script."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    return (
-        f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
 def _environment() -> Environment:
-    """Create the template environment. Autoescape is set for all files: jinja2 would leave `.j2` unescaped."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Create the template environment of reports."""
+    environment = templates()
     environment.globals.update(
         display_name=display_name,
         family_title=family_title,
@@ -196,4 +194,5 @@ def _environment() -> Environment:
         error_kinds=ERROR_KINDS,
     )
     environment.filters.update(percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits)
+    environment.filters["written"] = table.written
     return environment

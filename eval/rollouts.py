@@ -126,7 +126,7 @@ class Evaluation:
         """Return the tasks with the entries that a delivery starts from."""
         memory = find(name).memory
         if memory == "empty":
-            return [EpisodeSpec(spec.task, bank_version=spec.bank_version) for spec in self.specs]
+            return [spec.without_memory() for spec in self.specs]
         return self.top_specs if memory == "top" else self.specs
 
 

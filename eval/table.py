@@ -65,6 +65,15 @@ def two_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
+def written(writing: Mapping[str, Any], key: str) -> str:
+    """Format what writing a memory took (`data_gen.memory_factory.writing_facts`): a key, or `tokens` read and
+    written."""
+    if key == "tokens":
+        return f"{writing['tokens_in']:,} + {writing['tokens_out']:,}"
+    value = writing[key]
+    return "unknown" if value is None else f"{value:.2f}" if isinstance(value, float) else f"{value}"
+
+
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return the lines of a GitHub table whose first `left` columns are left-aligned. Cells are not escaped: use
     `escape` for data."""

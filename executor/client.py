@@ -175,12 +175,23 @@ class RemoteExecutor(TokenExecutor):
     def encode(self, request: ExecutorRequest) -> Prompt:
         """Encode a request. Raises: ValueError, if a text part spells a special token."""
         prompt = super().encode(request)
-        if _has_parts(prompt) and self.encoder.marks.are_spelled(prompt.ids):
+        if _has_parts(prompt):
+            self._refuse_spelled(prompt)
+        return prompt
+
+    def message_parts(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return the content of the one chat message that the server reads as this prompt. Raises: ValueError, if a
+        text part spells a special token."""
+        self._refuse_spelled(prompt)
+        return list(self._parts(prompt, list(prompt.ids)))
+
+    def _refuse_spelled(self, prompt: Prompt) -> None:
+        """Raise ValueError if text spells a special token, which the server would read as that token."""
+        if self.encoder.marks.are_spelled(prompt.ids):
             raise ValueError(
                 "the prompt holds text that spells a special token, which the server would read as that token beside "
                 "soft tokens or a picture: use executor.engine=hf or vllm"
             )
-        return prompt
 
     def _body(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
         ids, scores = [*prompt.ids, *path], "logprob_token_ids" in settings

@@ -244,21 +244,47 @@ class FrozenExecutor(TokenExecutor):
         Args:
             soft_BNd: soft tokens of all rows; None reads each prompt with its own, if it has any.
         """
+        starts = [0] * len(prompts)  # tokens of each row before the first column of the states
         rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
-        batch = self.backbone.pad(rows, "right")
         if soft_BNd is None:
-            embeddings = self.embed(batch.tokens, rows)
+            batch = self.backbone.pad(rows, "right")
+            hidden = self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, rows))
         else:
             check_places([row.ids for row in rows], self.placeholder, [soft_BNd.shape[1]] * len(rows))
-            embeddings = inject(self.backbone.embeddings(batch.tokens), batch.tokens, self.placeholder, soft_BNd)
-        hidden = self.backbone.hidden(batch, embeddings=embeddings)
-        pairs = enumerate(zip(prompts, actions, strict=True))
-        read = [(i, len(p.ids) - 1 + k, token) for i, (p, action) in pairs for k, token in enumerate(action)]
+            if self.prefixes.budget and not any(row.pictures for row in rows):
+                starts = [row.ids.index(self.placeholder) for row in rows]
+            starts = starts if all(starts) else [0] * len(rows)
+            hidden = self._read_with_soft(rows, starts, soft_BNd)
+        pairs = enumerate(zip(prompts, actions, starts, strict=True))
+        read = [(i, len(p.ids) - 1 - start + k, token) for i, (p, a, start) in pairs for k, token in enumerate(a)]
         row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
         logits = self.backbone.logits(hidden[row, at]).float()
         nll = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
-        zeros = torch.zeros(len(batch.tokens), device=hidden.device)
+        zeros = torch.zeros(len(rows), device=hidden.device)
         return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
+
+    def _read_with_soft(self, rows: Sequence[Prompt], starts: Sequence[int], soft_BNd: Tensor) -> Tensor:
+        """Read rows with soft tokens: states (B, T, d) of what follows each row's start.
+
+        What precedes the soft tokens gets no gradient from them. With a prefix cache it is read without one, and only
+        where an earlier row did not begin with it.
+        """
+        if not any(starts):
+            batch = self.backbone.pad(rows, "right")
+            embeddings = inject(self.backbone.embeddings(batch.tokens), batch.tokens, self.placeholder, soft_BNd)
+            return self.backbone.hidden(batch, embeddings=embeddings)
+        parts = [self.backbone.cut(row, start, 0) for row, start in zip(rows, starts, strict=True)]
+        with torch.no_grad():
+            reading = self._read([head for head, _ in parts])
+        tails = self.backbone.pad([tail for _, tail in parts], "right")
+        batch = replace(
+            tails,
+            mask=torch.cat([reading.mask, tails.mask], 1),
+            positions=reading.position + tails.positions,
+            padded=reading.padded or tails.padded,
+        )
+        embeddings = inject(self.backbone.embeddings(tails.tokens), tails.tokens, self.placeholder, soft_BNd)
+        return self.backbone.hidden(batch, reading.cache, embeddings)
 
     def embed(self, tokens: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Embed tokens (B, T) with each row's own soft tokens, if it has any: (B, T, d)."""

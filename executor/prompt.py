@@ -28,11 +28,11 @@ goal: in home 17: put a hot mug in cabinet         here instead of above (`execu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from envs.spec import ExecutorInstructions
-from lm.prompt import ChatTurn, PromptPart, chat_of
+from lm.prompt import ChatTurn, PromptPart, chat_of, merge_text_parts
 from runtime.parsing import without_newlines
 
 if TYPE_CHECKING:
@@ -163,9 +163,23 @@ def _newest_turn(request: ExecutorRequest, commands: Sequence[str]) -> list[Prom
     lines = [_goal_line(request) * (not request.past) + request.observation]
     if commands:
         lines += ["The commands:", *map(without_newlines, commands)]
-    if request.delivered.state:
-        lines.append(request.delivered.state)
-    return [*parts, PromptPart("\n".join(lines)), *_compiled(request.delivered)]
+    return [*parts, PromptPart("\n".join(lines)), *added_parts(replace(request.delivered, memory=""), "turns")]
+
+
+def added_parts(block: MemoryBlock, context: Context) -> list[PromptPart]:
+    """Write a memory block as it stands in a user turn: at its end in context `turns`, in lines of its own in context
+    `rebuilt`. (The executor's own prompt of context `turns` has pasted memory in the system turn.)"""
+    if context == "turns":
+        pasted = f"\n{PASTED}\n\n{block.memory}" if block.memory else ""
+        head = pasted + (f"\n{block.state}" if block.state else "")
+        return [*([PromptPart(head)] if head else []), *_compiled(block)]
+    lines = [f"memory:\n{block.memory}\n"] if block.memory else []
+    lines += [block.state] if block.state else []
+    lines += [f"guide: {_guide(block)}"] if block.guidance else []
+    head = "".join(f"{line}\n" for line in lines)
+    if block.n_soft:
+        return [PromptPart(f"{head}soft: "), PromptPart(soft=block.n_soft), PromptPart("\n")]
+    return [PromptPart(head)] if head else []
 
 
 def _goal_line(request: ExecutorRequest) -> str:
@@ -203,25 +217,16 @@ def memory_span(request: ExecutorRequest) -> tuple[str, str]:
 
 def executor_parts(request: ExecutorRequest) -> list[PromptPart]:
     """Write the user turn of context `rebuilt` as texts, places of soft tokens and a picture."""
-    d = request.delivered
     goal = f"goal: {without_newlines(request.goal)}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
-    if d.memory:
-        lines.append(f"memory:\n{d.memory}\n")
-    if d.state:
-        lines.append(d.state)
-    if d.guidance:
-        lines.append(f"guide: {_guide(d)}")
-    parts: list[PromptPart] = []
-    if d.n_soft:
-        parts = [PromptPart("\n".join([*lines, "soft: "])), PromptPart(soft=d.n_soft)]
-        lines = [""]
-    if did := request.history[max(0, len(request.history) - request.max_history) :]:
-        lines.append(f"did: {' ; '.join(map(without_newlines, did))}")
+    parts = [PromptPart("".join(f"{line}\n" for line in lines)), *added_parts(request.delivered, "rebuilt")]
+    did = request.history[max(0, len(request.history) - request.max_history) :]
+    lines = [f"did: {' ; '.join(map(without_newlines, did))}"] if did else []
     see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
-        return [*parts, PromptPart("\n".join([*lines, see]))]
-    return [*parts, PromptPart("\n".join([*lines, "view: "])), PromptPart(image=request.image), PromptPart(f"\n{see}")]
+        return merge_text_parts([*parts, PromptPart("\n".join([*lines, see]))])
+    last = [PromptPart("\n".join([*lines, "view: "])), PromptPart(image=request.image), PromptPart(f"\n{see}")]
+    return merge_text_parts([*parts, *last])
 
 
 def memory_text(texts: Sequence[str]) -> str:

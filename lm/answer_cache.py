@@ -115,6 +115,10 @@ class AnswerCache:
         [(read, written)] = self._rows(f"SELECT {sums} FROM totals WHERE model = ?", self.model)
         return read, written
 
+    def totals(self) -> list[tuple[str, str, int, int, int]]:
+        """Return model, role, requests, input and output tokens of every total."""
+        return self._rows("SELECT model, role, n, tokens_in, tokens_out FROM totals ORDER BY model, role, outcome")
+
     def account(self, config: EndpointConfig) -> dict[str, Any]:
         """Return requests, answers, faults by kind, tokens and price, in all and by role, as JSON values."""
         columns = "role, outcome, n, tokens_in, tokens_out"
@@ -147,6 +151,19 @@ class AnswerCache:
                 f"the answer cache in {self.path or 'memory'} cannot be read or written ({error}): check that the disk "
                 "has room, or name another file (api.cache)"
             ) from error
+
+
+def read_totals(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the requests and tokens of a cache file by model and role; nothing without a file.
+
+    Raises:
+        EndpointStop: the file is unusable.
+    """
+    found: dict[str, dict[str, Counter[str]]] = {}
+    for model, role, n, read, written in AnswerCache(path, "").totals() if path.exists() else ():
+        counts = {"requests": n, "tokens_in": read, "tokens_out": written}
+        found.setdefault(model, {}).setdefault(role, Counter()).update(counts)
+    return {model: {role: dict(counts) for role, counts in roles.items()} for model, roles in found.items()}
 
 
 def _is_busy(error: BaseException) -> bool:

@@ -22,6 +22,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lm.prefix_attention import attend_behind
+
 SHARED = "sdpa_shared_heads"
 _padded: ContextVar[bool | None] = ContextVar("padded", default=None)
 
@@ -49,6 +51,11 @@ def _causal_mask(
     return sdpa_mask(*args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **more)
 
 
+def attends_beside(config: Any) -> bool:
+    """Return whether a model with this text config can read prefixes beside its rows (`lm.prefix_attention`)."""
+    return config._attn_implementation == SHARED and not getattr(config, "attention_dropout", 0.0)
+
+
 def share_heads(model: Any) -> None:
     """Let a CPU model's text part attend without copies, if it uses PyTorch's attention with grouped query heads."""
     config = model.config.get_text_config()
@@ -71,6 +78,8 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend with queries (B, H, Q, d) to keys and values (B, G, K, d), G a divisor of H; return (B, Q, H, d)."""
+    if (prefixes := getattr(key, "prefixes", None)) is not None:
+        return attend_behind(query, key, value, prefixes, scaling).transpose(1, 2).contiguous(), None
     if attention_mask is None or position_bias is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **more

@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from configs.models import ModelSettings, model_path
 from lm.attention import padding, share_heads
 from lm.device import device_of, dtype_of, to_device
+from lm.graph_cache import GraphCache
 from lm.prompt import Picture, Prompt, PromptEncoder
 from lm.vision import TOKEN_TYPE_INPUTS, check_vision_model, concatenate_pictures, parameter_names, vision_modules
 
@@ -227,18 +228,19 @@ class Backbone(PromptEncoder):
         """Compute final hidden states (B, T, d), after the final norm.
 
         Args:
-            cache: filled if given.
+            cache: filled if given, or read (`GraphCache`).
             embeddings: (B, T, d), used instead of the batch's tokens.
             mask: used instead of the batch's, such as a tree's (B, 1, T, T), added to attention logits.
         """
         read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
-        with self._checkpointing(cache is None), self.reading(batch):
+        grows = cache is not None and not isinstance(cache, GraphCache)
+        with self._checkpointing(not grows), self.reading(batch):
             return self.body(
                 **read,
                 attention_mask=batch.mask if mask is None else mask,
                 position_ids=batch.positions,
                 past_key_values=cache,
-                use_cache=cache is not None,
+                use_cache=grows,
                 **batch.vision,
             ).last_hidden_state.to(self.device)
 
@@ -253,6 +255,8 @@ class Backbone(PromptEncoder):
         self._recomputed = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not self._recomputed:
             raise ValueError(f"{type(self.model).__name__} has no gradient checkpointing: gradient_checkpointing=false")
+        for module in self._recomputed:
+            module._can_checkpoint_with_cache = True  # a `GraphCache`; no other one is given to layers that checkpoint
 
     @contextmanager
     def _checkpointing(self, possible: bool) -> Iterator[None]:

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
         train_grpo,
         train_sft,
     )
-    from memory.protocol import MemorySystem
-    from memory.registry import MemorySpec
+    from memory.entry import MemoryEntry, Provenance
+    from memory.journal import JournalMemory
+    from memory.protocol import MemorySystem, Query, Recall, Trace
+    from memory.registry import MemorySpec, MemoryTools
     from memory.registry import register as register_memory
+    from runtime.settings import Settings
 
 __all__ = [
     "Agent",
@@ -36,11 +39,19 @@ __all__ = [
     "EnvSettings",
     "EnvSpec",
     "Environment",
+    "JournalMemory",
+    "MemoryEntry",
     "MemorySpec",
     "MemorySystem",
+    "MemoryTools",
     "Observation",
+    "Provenance",
+    "Query",
+    "Recall",
+    "Settings",
     "Splits",
     "Task",
+    "Trace",
     "Transition",
     "WorkerSpec",
     "collect",
@@ -71,8 +82,11 @@ _MODULES = {
     "agent.deliveries": ("DeliverySpec",),
     "envs.base": ("Environment", "Observation", "Task", "Transition"),
     "envs.spec": ("EnvSettings", "EnvSpec", "Splits", "WorkerSpec"),
-    "memory.protocol": ("MemorySystem",),
-    "memory.registry": ("MemorySpec",),
+    "memory.entry": ("MemoryEntry", "Provenance"),
+    "memory.journal": ("JournalMemory",),
+    "memory.protocol": ("MemorySystem", "Query", "Recall", "Trace"),
+    "memory.registry": ("MemorySpec", "MemoryTools"),
+    "runtime.settings": ("Settings",),
 }
 _PLACES = {name: (module, name) for module, names in _MODULES.items() for name in names} | {
     "register_delivery": ("agent.deliveries", "register"),

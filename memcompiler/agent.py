@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.batching import StepBatcher
+from agent.batching import Unbatched
 from agent.deliveries import find
 from agent.episode import EpisodeLimits, EpisodeRunner, EpisodeSpec, Roles
 from agent.records import Episode
@@ -113,7 +113,7 @@ class Agent:
             delivery=self._delivery,
             executor=self._executor,
             limits=self._limits,
-            batcher=_Unbatched(),
+            batcher=Unbatched(),
             index=0,
         )
         self._runner = EpisodeRunner(spec, roles)
@@ -200,20 +200,6 @@ class _Outside:
 
     def close(self) -> None:
         pass
-
-
-class _Unbatched(StepBatcher):
-    """Calls each backend at once: there are no other episodes to batch with."""
-
-    def seeds_requests_of(self, owner: object) -> bool:
-        return False
-
-    async def call(self, index: int, backend: Callable[..., list[Any]], *arguments: Any) -> tuple[Any, float]:
-        started = time.perf_counter()
-        [answer] = backend(*([argument] for argument in arguments))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer, time.perf_counter() - started
 
 
 def _completed(step: Coroutine[Any, Any, T]) -> T:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 app = command_group("Compile memory for embodied agents, don't inject it.", OneLineErrors)
 train_app = command_group("Train the compiler and the soft-token projector.")
-serve_app = command_group("Serve compiler and executor over HTTP, on loopback.")
+serve_app = command_group("Serve compiler, executor or memory proxy over HTTP, on loopback.")
 report_app = command_group(
     "Write an HTML page about one run (RUN) or several compared (RUN RUN ...), or a table or figure of a paper.",
     RunsByDefault,
@@ -314,6 +314,27 @@ def merge(
     typer.echo(str(merged(run, out, overrides or [])))
 
 
+@app.command()
+def play(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="A run folder, a checkpoint, or a shipped name; none: shipped models in generated homes."),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the rows that you make (default: out/play/ENV).")
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8200,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Watch and play in a browser: episodes step by step, with memory, Brief State, guidance, soft tokens and the
+    probabilities of commands; change them, act, branch (docs/guides/play.md)."""
+    from memcompiler.playing import run_play
+
+    run_play(run, overrides or [], out=out, host=host, port=port, browser=browser)
+
+
 # reports --------------------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +432,28 @@ def serve_compiler(
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"serving needs {error.name}: uv sync --inexact --extra serve") from error
     serve(settings, host, port, os.environ.get(COMPILER_KEY))
+
+
+@serve_app.command("proxy")
+def serve_proxy(
+    overrides: Overrides = None,
+    config: Config = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of sessions and memory.")] = Path("out/proxy"),
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8200,
+    print_config: PrintConfig = False,
+) -> None:
+    """Serve an OpenAI API that adds compiled memory to the requests of any agent and passes them on to an upstream
+    (docs/guides/proxy.md)."""
+    settings = load_settings("configs.proxy:ProxyConfig", config, overrides or [], print_config)
+    from runtime.http import check_loopback
+
+    check_loopback(host)
+    try:
+        from proxy.serve import serve_proxy as serve
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"serving needs {error.name}: uv sync --inexact --extra serve") from error
+    serve(settings, out, host, port)
 
 
 @serve_app.command("executor")

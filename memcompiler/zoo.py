@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 zoo_app = command_group("Reproduce and test the tiny models that the repository ships.")
 World = Annotated[Literal["household", "alfworld"], typer.Option(help="Generated homes, or ALFWorld's real games.")]
+Pair = Annotated[
+    Literal["household", "alfworld", "alfworld-frozen"],
+    typer.Option("--world", help="Generated homes, real games, or real games for a frozen public executor."),
+]
 Work = Annotated[Path, typer.Option(help="Folder of stages and checkpoints; recipes of one world may share it.")]
 Out = Annotated[Path | None, typer.Option(help="Model folder to write (default: zoo/WORLD/NAME).", show_default=False)]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other weights.")]
@@ -69,9 +73,9 @@ def _print_and_exit(results: "Sequence[GateResult]") -> NoReturn:
 
 @zoo_app.command("compiler")
 def zoo_compiler(
-    out: Out = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
+    out: Out = None, work: Work = WORK, seed: int = 0, world: Pair = "household", threads: Threads = 1
 ) -> None:
-    """Train a small compiler base from scratch on CPU; write the model and RECORD.json."""
+    """Train a small compiler base on CPU; write it and RECORD.json. alfworld-frozen begins with alfworld's base."""
     _train("compiler", world, out=out, work=work, seed=seed, threads=threads)
 
 
@@ -95,11 +99,12 @@ def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threa
     torch.set_num_threads(threads)
     if world == "household":
         from zoo.household import recipes
-    else:
+    elif world == "alfworld":
         from zoo.alfworld import recipes
-
-        work = work / world
-    recipe = {"compiler": recipes.train_compiler, "executor": recipes.train_executor}[name]
+    else:
+        from zoo.alfworld import commands as recipes
+    work = work if world == "household" else work / world
+    recipe = getattr(recipes, f"train_{name}")
     out, work = out or Path("zoo") / world / name, work / f"seed-{seed}"
     with (
         FolderLock(work, f"memcompiler zoo {name}"),

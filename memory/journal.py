@@ -18,7 +18,7 @@ from typing import Any
 
 from envs.base import task_from_json
 from memory.entry import MemoryEntry, WriteResult
-from memory.protocol import BankError, Query, Recall, Record, Session, Trace
+from memory.protocol import BankError, FixedSession, Query, Recall, Record, Session, Trace
 from runtime.parsing import check_types
 from runtime.store import JsonLines, locked, to_json
 
@@ -122,17 +122,25 @@ class Journal:
 
 
 class JournalMemory:
-    """Base of memory systems whose state is a fold over a journal. Subclasses recall and iterate over entries."""
+    """Base of memory systems whose state is a fold over a journal. Subclasses define `recall`, `at` and `__iter__`."""
 
     def __init__(self, path: str | Path, until: int | None) -> None:
         self.path = Path(path)
         self._journal = Journal(self.path, until)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The committed episodes in order, up to the version of a read-only view."""
+        return self._journal.since(0)
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> WriteResult:
         return self._journal.append([Row(tuple(attempts), {}) for attempts in episodes])
 
     def merge_from(self, other: JournalMemory) -> WriteResult:
         return self._journal.append(list(other._journal))
+
+    def session(self, query: Query, first: Recall) -> Session:
+        return FixedSession(first)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
         return None

@@ -73,6 +73,10 @@ _ALL = Registry(
         "brainmem": "memory.brainmem.system:BRAINMEM",
         "s3mem": "memory.s3mem.system:S3MEM",
         "karma": "memory.karma.system:KARMA",
+        "amem": "memory.amem.system:AMEM",
+        "gmemory": "memory.gmemory.system:GMEMORY",
+        "mem0": "memory.mem0.system:MEM0",
+        "langmem": "memory.langmem.system:LANGMEM",
     },
 )
 BUILT_IN = _ALL.built_in

@@ -58,6 +58,7 @@ class Lengths:
     action: int = 12
     memory: int = 1500  # part of the compiler's prompt; `static` pastes it into the executor's
     candidates: int = 30  # admissible commands
+    steps: int = 10  # of an episode, whose rows begin with the same memory
 
     @classmethod
     def read(cls, text: str) -> Lengths:

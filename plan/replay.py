@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,12 @@ from configs.training import GrpoConfig, SftConfig
 from lm.architecture import cache_bytes_per_token, model_config
 from lm.backbone import Backbone
 from lm.prompt import Prompt
+from lm.shared_prefixes import Sharing, prefixes_to_share, tokens_saved
 from lm.vision import vision_modules
 from memory.entry import MemoryEntry, Provenance
 from plan.budget import Lengths
 from plan.models import (
+    MEMORY,
     WORD,
     ShapedCompiler,
     ShapedExecutor,
@@ -36,6 +38,7 @@ from training.grpo import GrpoTrainer
 from training.rollout import ActionSample, Sample
 from training.sft_data import Example
 from training.sft_losses import sft_losses
+from training.trainer import prefix_sharing
 
 P = ParamSpec("P")
 MODELS = ("hf", "vllm", "http")  # executor engines with a named model
@@ -52,6 +55,7 @@ class Replay:
     layer: float = 0.0  # bytes of the largest block
     root: float = 0.0  # bytes outside of blocks and vision towers
     towers: float = 0.0  # bytes of vision towers
+    read: float = 0.0  # tokens that a trained compiler reads for a row, those of a shared prefix in equal parts
 
     @property
     def weights(self) -> float:
@@ -91,7 +95,8 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
         compiler.backbone.enable_gradient_checkpointing()
         executor.backbone.enable_gradient_checkpointing()
     ledger.restart()
-    losses = sft_losses(compiler, executor, examples, config)
+    sharing = prefix_sharing(config, compiler)
+    losses = sft_losses(compiler, executor, examples, config, sharing=sharing)
     forward = ledger.flops
     terms = [getattr(config.weights, name) * value.sum() / rows for name, value in losses.items()]
     sum(terms, torch.tensor(0.0)).backward()
@@ -100,7 +105,8 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
         "executor forward": executor.flops,
         "backward": ledger.flops - forward,
     }
-    return _replayed(ledger, {name: f / rows for name, f in flops.items()}, compiler, executor)
+    replay = _replayed(ledger, {name: f / rows for name, f in flops.items()}, compiler, executor)
+    return replace(replay, read=tokens_per_row(compiler, examples, sharing))
 
 
 @cached_by_repr
@@ -111,7 +117,7 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     stub: Any = shaped_executor(config.executor, ledger) if pathwise else NoExecutor()
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())
-    engine: Any = SimpleNamespace(served=None)  # no episode is played
+    engine: Any = SimpleNamespace(served=None, environment="")  # no episode is played
     trainer = GrpoTrainer(
         config=alone, compiler=compiler, executor=stub, engine=engine, specs=[engine], out=Path("nowhere")
     )
@@ -119,7 +125,8 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     samples = samples_of(config, lengths, rows, width)
     ledger.restart()
     trainer.learn(samples)
-    return _replayed(ledger, {"update": ledger.flops / rows}, compiler, stub if pathwise else None)
+    replay = _replayed(ledger, {"update": ledger.flops / rows}, compiler, stub if pathwise else None)
+    return replace(replay, read=tokens_per_row(compiler, samples, trainer.sharing))
 
 
 @cached_by_repr
@@ -163,7 +170,8 @@ def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
 def episode_rows(config: SftConfig, lengths: Lengths, rows: int) -> list[Example]:
     """Create a micro-batch of SFT."""
     n = config.compiler.soft.n_tokens
-    prompts, acting = prompts_of(lengths.prompt, rows), prompts_of(max(lengths.acting, n), rows, n * config.soft)
+    prompts = prompts_with_memory(lengths, rows, lengths.steps)
+    acting = prompts_of(max(lengths.acting, n), rows, n * config.soft)
     emission, action, memory = ((WORD,) * tokens for tokens in (lengths.emission, lengths.action, lengths.memory))
     return [
         Example(prompt=p, emission=emission, executor_prompt=a, action=action, memory_ids=memory, soft_read=True)
@@ -191,7 +199,7 @@ def samples_of(config: GrpoConfig, lengths: Lengths, rows: int, width: int) -> l
             weight_version=0,
             action=action,
         )
-        for i, prompt in enumerate(prompts_of(lengths.prompt, rows))
+        for i, prompt in enumerate(prompts_with_memory(lengths, rows, lengths.steps * config.group_size))
     ]
 
 
@@ -211,6 +219,21 @@ def commands(lengths: Lengths) -> tuple[str, ...]:
 def prompts_of(tokens: int, rows: int, soft: int = 0) -> list[Prompt]:
     """Create a batch of prompts; of several rows one is shorter, so that there is a mask."""
     return [prompt_of(max(tokens - (i == 0 and rows > 1), soft), soft) for i in range(rows)]
+
+
+def prompts_with_memory(lengths: Lengths, rows: int, together: int) -> list[Prompt]:
+    """Create the compiler's prompts of a batch, of which `together` in sequence begin with the same memory."""
+    memory = min(lengths.memory, lengths.prompt - 2)
+    sizes = [len(prompt.ids) - memory for prompt in prompts_of(lengths.prompt, rows)]
+    return [Prompt((WORD + i // together,) * memory + (WORD + rows + i,) * own) for i, own in enumerate(sizes)]
+
+
+def tokens_per_row(compiler: ShapedCompiler, rows: Sequence[Example] | Sequence[Sample], sharing: Sharing) -> float:
+    """Count the tokens that the compiler reads in a micro-batch, by row."""
+    prompts = [row.prompt for row in rows]
+    whole = [row.prompt.extended((*row.emission, *(MEMORY,) * compiler.n_tokens)) for row in rows]
+    saved = tokens_saved(prefixes_to_share(compiler.backbone, prompts, whole, sharing))
+    return (sum(len(row.ids) for row in whole) - saved) / len(rows)
 
 
 # models --------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def plan(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
 def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan stage 1: every process holds both models, or a slice of them."""
     mine = math.ceil(config.batch_size / gpus)
-    replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
+    trained = replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
     if played := min(config.evaluation.tasks, config.compiler.batch_size):  # by the same models
         longest = replace(lengths, emission=config.compiler.max_new_tokens)
         compiling = replay_compile(config.compiler, hidden_size(config.executor), longest, played)
@@ -72,14 +72,13 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0
     host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
     budget = _trainer("trainer", replay, backend=config.backend, n=gpus, host=host)
-    n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
         stage="sft",
         name=f"SFT, {_models(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
         budgets=(budget,),
         disk=_disk(models, replay.trained, config.keep),
         tokens={
-            "compiler": config.batch_size * (lengths.prompt + lengths.emission + n),
+            "compiler": round(config.batch_size * trained.read),
             "executor": config.batch_size * (lengths.acting + lengths.action) * config.soft,
         },
         episodes=0,
@@ -178,7 +177,7 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
             "compiler, reading": steps * lengths.prompt,
             "compiler, writing": steps * lengths.emission,
             "executor": steps * lengths.acting,
-            "update": steps * (lengths.prompt + lengths.emission + config.compiler.soft.n_tokens),
+            "update": round(steps * update.read),
         },
         episodes=min(episodes, config.concurrency * trainers),
         seconds=seconds,

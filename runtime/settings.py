@@ -17,6 +17,8 @@ PathName = Annotated[str, AfterValidator(expand_home)]  # a path, or a model nam
 
 
 class Settings(BaseModel):
+    """Base of all settings: unknown keys and values of another type are errors, and fields cannot be assigned."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")

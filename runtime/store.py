@@ -47,6 +47,13 @@ class JsonLines:
         """Append rows as strict JSON (`to_json`), durably."""
         self.append_lines(*(to_json(row, ascii=True) for row in rows))
 
+    def append_unflushed(self, row: Mapping[str, object]) -> None:
+        """Append a row that survives a kill of this process, but perhaps not a power loss."""
+        with name_path_in_errors(self.path):
+            self.drop_torn_line()
+            with self.path.open("ab") as file:
+                file.write((to_json(row, ascii=True) + "\n").encode("ascii"))
+
     def append_lines(self, *texts: str) -> None:
         """Append strict JSON texts without line breaks, durably."""
         lines = "".join(text + "\n" for text in texts).encode("ascii")

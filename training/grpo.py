@@ -44,6 +44,7 @@ from compiler.checkpoint import environment_facts
 from compiler.gate import CompileGate, copy_gate, gate_for
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
+from configs.load import ConfigError
 from configs.training import GrpoConfig
 from envs.registry import Environments, leases
 from executor.base import TokenExecutor
@@ -127,6 +128,7 @@ def run_trainer(
             instructions=told_to_compiler(config),
             weights=location,
         )
+        check_deliveries(config, compiler)
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))
             warn_about_executor_inputs(checkpoint.executor_inputs(found), config.executor, str(found))
@@ -138,7 +140,7 @@ def run_trainer(
             player = replace(engine, limits=EpisodeLimits(config.evaluation.max_steps, config.seed))
             held_out_tasks = HeldOutTasks(config.evaluation, player, held, eval_decoding(config.compiler))
         played = find_delivery(config.delivery)
-        without = {name: False for name in ("soft", "brief_state") if not getattr(played, name)}
+        without = {name: False for name in ("soft", "brief_state", "text") if not getattr(played, name)}
         facts |= environment_facts(list(envs)) | without
         trainer = GrpoTrainer(
             config=config,
@@ -199,6 +201,19 @@ def rollout_engine(
         served=served,
         gate=gate,
     )
+
+
+def check_deliveries(config: GrpoConfig, compiler: MemoryCompiler) -> None:
+    """Set whether a new compiler writes text. Raises: ConfigError, if a delivery needs a compiler of the other kind."""
+    played = find_delivery(config.delivery)
+    if config.compiler.checkpoint is None:
+        compiler.writes_text = played.text
+    names = (config.delivery, config.evaluation.delivery) if config.evaluation.tasks else (config.delivery,)
+    for name in names:
+        try:
+            find_delivery(name).check_text(compiler.writes_text, str(config.compiler.checkpoint))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def delivery_gate(config: GrpoConfig) -> CompileGate | None:
@@ -270,7 +285,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
         )
         self.frozen = self.executor_hash
         compiler.decoding = sampling(config)
-        self.policy = Policy(compiler, executor, config.loss)
+        self.policy = Policy(compiler, executor, config.loss, self.sharing)
         backend = BACKENDS[config.backend]
         # Rollouts need a copy if the policy is about to be sliced, or to change meanwhile.
         copied = backend.is_sharded or config.overlap
@@ -418,7 +433,8 @@ def check_weight_versions(episodes: Sequence[Episode], version: int) -> None:
 
 
 def _minibatches(total: int, number: int, seed: int, iteration: int) -> list[list[int]]:
-    """Shuffle and split global sample indices 0..total-1 into `number` parts, identically on every rank."""
+    """Shuffle and split global sample indices 0..total-1 into `number` parts, identically on every rank. Samples of an
+    episode lie together in a part, so that they can share their prefix."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration)
     order = torch.randperm(total, generator=generator).tolist() if number > 1 else list(range(total))
-    return [order[i::number] for i in range(number)]
+    return [sorted(order[i::number]) for i in range(number)]

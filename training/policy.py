@@ -15,6 +15,7 @@ from executor.hf import FrozenExecutor
 from executor.records import Executor
 from lm.device import to_device
 from lm.prompt import Prompt
+from lm.shared_prefixes import Sharing
 from soft_mem.projector import Gaussian
 from training import distributed
 from training.losses import PolicyTokens, policy_loss
@@ -29,16 +30,20 @@ class Policy:
 
     Attributes:
         n_latent: L, the number of policy tokens after the text: N soft tokens, or one action.
+        sharing: Whether the compiler's samples share prefixes.
     """
 
-    def __init__(self, compiler: MemoryCompiler, executor: Executor, settings: PolicyLoss) -> None:
+    def __init__(
+        self, compiler: MemoryCompiler, executor: Executor, settings: PolicyLoss, sharing: Sharing = "never"
+    ) -> None:
         self.compiler, self.executor, self.settings = compiler, executor, settings
+        self.sharing: Sharing = sharing
         self.pathwise = settings.latent_gradient == "pathwise"
         self.n_latent = 1 if self.pathwise else compiler.n_tokens
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Compute the samples' log-probabilities (B, T + L) under the current weights, at the sampling temperatures."""
-        scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples])
+        scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples], self.sharing)
         full = self.compiler.logprobs(scored.logits)
         text = full.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
         if self.pathwise:
@@ -117,7 +122,7 @@ class Policy:
                 prompt=Prompt((self.executor.placeholder,) * n, None), candidates=("",), chosen=0, noise=z, logprob=0.0
             )
         sample = Sample(
-            prompt=Prompt((end,)),
+            prompt=Prompt((end, end)),
             emission=(end,),
             z=z,
             rollout_logprobs=zeros,

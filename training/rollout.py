@@ -166,11 +166,12 @@ class RolloutEngine:
 
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play one episode of each spec with a delivery; returns them in order."""
-        delivery = find(name).create(self._synced(compiler), self.limits.seed, gate=self.gate)
+        found = find(name)
+        delivery = found.create(self._synced(compiler), self.limits.seed, gate=self.gate)
         limits = replace(self.limits, draw_seed=compiler.generator.initial_seed())
         return run_episodes(
             self.make_env,
-            specs,
+            [spec.without_memory() for spec in specs] if found.memory == "empty" else specs,
             delivery=delivery,
             executor=self.executor,
             limits=limits,

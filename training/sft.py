@@ -54,6 +54,8 @@ from training.sft_data import (
     bad_rows,
     bucketed,
     describe,
+    episodes_of,
+    memory_systems,
     row_length,
 )
 from training.sft_losses import sft_losses
@@ -103,6 +105,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             )
         environments = rows_environments(data.folders)
         compiler, executor = load_models(config, environments)
+        _check_continues(config, compiler)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
         held_out_tasks = None
@@ -115,7 +118,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             executor=executor,
             rows=Subset(data.rows, data.training),
             out=out,
-            facts=environment_facts(list(environments)) | data.bank_versions() | _ablations(config) | skipped,
+            facts=environment_facts(list(environments)) | _facts_of_rows(config, data) | _ablations(config) | skipped,
             validation_rows=Subset(data.rows, data.validation),
             held_out_tasks=held_out_tasks,
         )
@@ -185,9 +188,25 @@ def exclude_bad_rows(
     return {"skipped_rows": len(bad)}
 
 
+def _check_continues(config: SftConfig, compiler: MemoryCompiler) -> None:
+    """Set whether a new compiler writes text. Raises: ConfigError, for a checkpoint of the other kind."""
+    if config.compiler.checkpoint is None:
+        compiler.writes_text = config.text
+    elif compiler.writes_text != config.text:
+        raise ConfigError(
+            f"{config.compiler.checkpoint} was trained with text={str(compiler.writes_text).lower()}: set text so, or "
+            "start from another checkpoint"
+        )
+
+
+def _facts_of_rows(config: SftConfig, data: SftData) -> dict[str, Any]:
+    """Return the banks of the rows, and the memory systems whose entries the compiler reads."""
+    return data.bank_versions() | (memory_systems(data.folders) if config.text else {})
+
+
 def _ablations(config: SftConfig) -> dict[str, bool]:
-    """Return the settings `soft` and `brief_state` if they are off, for a checkpoint's state."""
-    return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
+    """Return the settings `soft`, `brief_state` and `text` if they are off, for a checkpoint's state."""
+    return {name: False for name in ("soft", "brief_state", "text") if not getattr(config, name)}
 
 
 def progress_line(metrics: Metrics) -> str:
@@ -294,7 +313,7 @@ class SftTrainer(Trainer[Metrics]):
         self, examples: Sequence[Example], counts: Mapping[str, float], weight: float
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Compute a micro-batch's part of every term, averaged over the global batch, and of the loss (Eq. 9)."""
-        losses = sft_losses(self.compiler, self.executor, examples, self.config)
+        losses = sft_losses(self.compiler, self.executor, examples, self.config, sharing=self.sharing)
         terms = {n: weight * value.sum() / max(1, counts.get(n, counts["rows"])) for n, value in losses.items()}
         return terms, sum((getattr(self.config.weights, n) * v for n, v in terms.items()), torch.tensor(0.0))
 
@@ -308,7 +327,15 @@ class SftTrainer(Trainer[Metrics]):
         for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
             examples = [self.examples[i] for i in micro or (first,)]
             losses = self.backend.forward(
-                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, temperature=0.0)
+                functools.partial(
+                    sft_losses,
+                    self.compiler,
+                    self.executor,
+                    examples,
+                    self.config,
+                    temperature=0.0,
+                    sharing=self.sharing,
+                )
             )
             if micro:
                 counts.update(loss_counts(examples))
@@ -326,9 +353,9 @@ class SftTrainer(Trainer[Metrics]):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def batch_indices(self, step: int) -> list[int]:
-        """Return the rows of a step's global batch, from the epoch's permutation or batches of similar length."""
+        """Return the rows of a step's global batch, from the epoch's order or batches of similar length."""
         epoch, i = divmod(step, self.per_epoch)
-        order = permutation(len(self.rows), self.config.seed, epoch)
+        order = self._order(epoch)
         size, window = self.config.batch_size, self.config.length_buckets
         if not window:
             return order[i * size : (i + 1) * size]
@@ -337,21 +364,40 @@ class SftTrainer(Trainer[Metrics]):
             self._buckets = epoch, batches
         return self._buckets[1][i]
 
+    def _order(self, epoch: int) -> list[int]:
+        """Shuffle the rows for an epoch, or with `share_prefix` the episodes, whose rows lie together."""
+        if not self.config.share_prefix:
+            return permutation(len(self.rows), self.config.seed, epoch)
+        episodes = permutation(len(self._episodes), self.config.seed, epoch)
+        return [i for episode in episodes for i in self._episodes[episode]]
+
+    @functools.cached_property
+    def _episodes(self) -> list[list[int]]:
+        return episodes_of(self.rows)
+
     @functools.cached_property
     def _lengths(self) -> list[int]:
-        return [row_length(row) for row in self.rows]
+        lengths = [row_length(row) for row in self.rows]
+        for episode in self._episodes if self.config.share_prefix else ():
+            longest = max(lengths[i] for i in episode)  # so that its rows stay together
+            for i in episode:
+                lengths[i] = longest
+        return lengths
 
     def _next_examples(self) -> list[Example]:
         """Return this rank's examples of the current step from the loader, which is ahead with later steps."""
         step, batches = self._loader
         if step != self.step:  # the first step, also after resuming
-            self.batch_indices(self.step)  # computes row lengths once, before workers fork
+            self.batch_indices(self.step)  # computes episodes and row lengths once, before workers fork
             batches = StepBatches(self.total, self._rank_examples).load(self.step, self.config.loader_workers)
         self._loader = self.step + 1, batches
         return next(batches)
 
     def _rank_examples(self, step: int) -> list[Example]:
-        return [self.examples[i] for i in self.batch_indices(step)[distributed.rank() :: distributed.world_size()]]
+        batch = self.batch_indices(step)
+        if self.config.share_prefix:  # neighbours share a prefix
+            return [self.examples[batch[i]] for i in distributed.share(len(batch))]
+        return [self.examples[i] for i in batch[distributed.rank() :: distributed.world_size()]]
 
     def _tokens(self, examples: Sequence[Example]) -> int:
         """Count the tokens that the compiler and, with soft tokens, the executor read."""

@@ -22,7 +22,14 @@ from compiler.prompt import compiler_parts, instructions_of, pictures_of
 from configs.training import SftConfig
 from data_gen.dataset import compiler_text
 from data_gen.leakage import check_rows, rows_by_environment
-from data_gen.rows import SftRow, SftRowDataset, row_folders, split_row_indices, without_brief_state
+from data_gen.rows import (
+    SftRow,
+    SftRowDataset,
+    row_folders,
+    split_row_indices,
+    without_brief_state,
+    without_memory_and_text,
+)
 from executor.hf import FrozenExecutor
 from executor.prompt import executor_chat
 from lm.prompt import Prompt, PromptEncoder, PromptPart
@@ -61,7 +68,7 @@ class SftData:
         folders = row_folders(config.rows)
         by_name = rows_by_environment(folders)
         environment = {folder: name for name, some in by_name.items() for folder in some}
-        edits = [functools.partial(_edited, environment[folder], config.brief_state) for folder in folders]
+        edits = [functools.partial(_edited, environment[folder], config) for folder in folders]
         data = cls(folders, [SftRowDataset(folder, edit) for folder, edit in zip(folders, edits, strict=True)])
         for folder, part in zip(folders, data.parts, strict=True):
             data.leaks += check_rows(folder, part.tasks, config.allow_leakage)
@@ -91,9 +98,19 @@ class SftData:
         return {"bank_version": versions[0]} if versions[0] is not None else {}
 
 
-def _edited(environment: str, brief_state: bool, row: SftRow) -> SftRow:
+def memory_systems(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the memory systems whose entries the rows show, for a checkpoint's state; of rows that record none,
+    nothing."""
+    records = [read_json(path) for folder in folders if (path := folder.parent / "collect.json").exists()]
+    systems = dict.fromkeys(record["memory_system"] for record in records if "memory_system" in record)
+    return {"memory_systems": list(systems)} if systems else {}
+
+
+def _edited(environment: str, config: SftConfig, row: SftRow) -> SftRow:
     named = replace(row, environment=environment)
-    return named if brief_state else without_brief_state(named)
+    if not config.text:
+        return without_memory_and_text(named)
+    return named if config.brief_state else without_brief_state(named)
 
 
 # -- examples and batches ----------------------------------------------------------------------------------------------
@@ -134,7 +151,7 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
         prompt=compiler.encode(compile_request(step)),
-        emission=compiler.emission_ids(row.emission),
+        emission=compiler.emission_ids(row.emission) if compiler.writes_text else (),
         executor_prompt=replace(executor.encode(request), soft=None),
         action=executor.action_ids(row.action),
         memory_ids=executor.encoder.ids(row.memory_text),
@@ -193,6 +210,19 @@ class StepBatches(Dataset[list[Example]]):
             multiprocessing_context="fork" if workers else None,  # inherits tokenizers and rows
         )
         return iter(loader)
+
+
+def episodes_of(rows: Rows) -> list[list[int]]:
+    """Return the indices of each episode's rows: rows in sequence of one task, whose steps increase."""
+    episodes, last = list[list[int]](), None
+    for i in range(len(rows)):
+        row = rows[i]
+        task = row.environment, row.task_id
+        if last is None or last[0] != task or row.t <= last[1]:
+            episodes.append([])
+        episodes[-1].append(i)
+        last = task, row.t
+    return episodes
 
 
 def row_length(row: SftRow) -> int:
@@ -254,7 +284,7 @@ class RowCheck:
             return "it has neither a goal nor an observation"
         if self._soft and not row.action.strip():
             return "it has no action"
-        if error := parse(row.emission).error:
+        if self._compiler.writes_text and (error := parse(row.emission).error):
             return f"the emission {reprlib.repr(row.emission)} cannot be read ({error})"
         if row.memory_images and len(row.memory_images) != len(row.memory_ids):
             return f"{len(row.memory_ids)} memory entries have {len(row.memory_images)} lists of pictures"

@@ -13,6 +13,7 @@ from configs.training import SftConfig
 from executor.hf import FrozenExecutor
 from lm.device import to_device
 from lm.prompt import Prompt
+from lm.shared_prefixes import Sharing
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from soft_mem.projector import Gaussian
 from training.losses import token_nll
@@ -25,13 +26,23 @@ def sft_losses(
     examples: Sequence[Example],
     config: SftConfig,
     temperature: float = 1.0,
+    sharing: Sharing = "never",
 ) -> dict[str, Tensor]:
     """Compute the terms of Eq. 9: `text` (B,), and the others (R,) for the R rows whose soft tokens the executor reads.
-    `text` and `action` are sums over a row's tokens, the others means. Soft tokens are sampled at `temperature`."""
-    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
-    text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
+    `text` and `action` are sums over a row's tokens, the others means. A compiler without text has neither `text` nor
+    `orth`.
+
+    Args:
+        temperature: of the soft tokens.
+        sharing: whether the compiler's rows share prefixes.
+    """
+    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples], sharing)
+    written = {}
+    if compiler.writes_text:
+        nll, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
+        written = {"text": nll}
     if not config.soft:
-        return {"text": text}
+        return written
     z = compiler.projector.draw(scored.gaussian, temperature)
     rows, read, weight = _rows_with_soft(examples, executor, z.shape[1])
     select = lambda tensor: tensor
@@ -45,15 +56,17 @@ def sft_losses(
     losses = {
         "action": action.to(z.device),  # the executor may be on another device
         "entropy": negative_entropy(gaussian),
-        "orth": orthogonality(select(scored.h_soft), select(scored.h_text), select(scored.text_mask)),
     }
+    if compiler.writes_text:
+        of_text = select(scored.h_text), select(scored.text_mask)
+        losses["orth"] = orthogonality(select(scored.h_soft), *of_text)
     if compiler.projector.config.kind == "linear":
         del losses["entropy"]  # has no sigma
     if config.latent != "none":
         losses["latent"] = latent_loss(
             compiler, executor, examples=read, gaussian=gaussian, z=z, soft=soft, config=config
         )
-    return {"text": text, **{name: weight * value for name, value in losses.items()}}
+    return {**written, **{name: weight * value for name, value in losses.items()}}
 
 
 def _rows_with_soft(

@@ -18,6 +18,7 @@ from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, Optimizer, SftConfig
 from lm.backbone import Weights
 from lm.device import describe_placement
+from lm.shared_prefixes import Sharing
 from runtime.progress import progress
 from training import distributed
 from training.backend import BACKENDS, Replicated
@@ -39,6 +40,7 @@ class Trainer(ABC, Generic[Result]):
     Attributes:
         items: Number of rows or tasks; a run resumes with the same number only.
         facts: Further facts for a checkpoint's state, such as the bank's version.
+        sharing: Whether the compiler's rows share prefixes.
         held_out_tasks: Tasks that are played during training, if any.
         best: Best checkpoint by validation loss or success; `patience` evaluations without a better one end the run.
     """
@@ -50,6 +52,7 @@ class Trainer(ABC, Generic[Result]):
     backend: Replicated
     executor: Any
     frozen: str  # fingerprint of the executor before the first step
+    sharing: Sharing
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Trainer(ABC, Generic[Result]):
     ) -> None:
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.compiler_reading = config.compiler.reading
+        self.sharing = prefix_sharing(config, compiler)
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
         self.facts, self.held_out_tasks = facts or {}, held_out_tasks
@@ -144,6 +148,18 @@ class Trainer(ABC, Generic[Result]):
             }
             save_checkpoint(self.folder, self.compiler, tensors, state, keep=self.keep, best=self.best.step)
         distributed.barrier()
+
+
+def prefix_sharing(config: SftConfig | GrpoConfig, compiler: MemoryCompiler) -> Sharing:
+    """Return whether the compiler's rows share prefixes; print if its model cannot."""
+    if not config.share_prefix:
+        return "never"
+    if not compiler.backbone.attends_fully:
+        if distributed.rank() == 0:
+            name = type(compiler.backbone.model).__name__
+            console.print(f"  share_prefix: {name} with this attention cannot share prefixes, so it reads whole rows")
+        return "never"
+    return "always" if BACKENDS[config.backend].in_lockstep else "if_shorter"
 
 
 def create_run(config: SftConfig | GrpoConfig, out: Path, on_exists: str, lock: bool = True) -> RunFolder | None:

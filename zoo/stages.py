@@ -20,6 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
+from zoo import attention
 from zoo.curriculum import IGNORE, Batch
 
 
@@ -74,6 +75,13 @@ def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
     places = (mask.cumsum(1) - 1).clamp(min=0)
     read = model.model(input_ids=inputs["given"], attention_mask=mask, position_ids=places, use_cache=True)
     cache = read.past_key_values
+    if model.config._attn_implementation == attention.NAME:
+        bias = attention.HIDDEN * (1 - mask[:, None, None].float())
+        return {
+            "beginning": attention.Beginning([(layer.keys, layer.values) for layer in cache.layers], bias),
+            "position_ids": mask.sum(1).repeat_interleave(each)[:, None] + torch.arange(length),
+            "use_cache": False,
+        }
     cache.batch_repeat_interleave(each)
     known = mask.repeat_interleave(each, 0)
     return {

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.gpu.measuring import completed, peak_beyond, seconds_of
@@ -84,7 +85,7 @@ def _measure_update(
     lengths = lengths_of(setup)
     disable_checkpointing(*(part.backbone for part in (compiler, executor) if part is not None))
     acting: Any = executor or NoExecutor()
-    unused: Any = None  # rollouts and tasks
+    unused: Any = SimpleNamespace(served=None, environment="")  # rollouts and tasks
     if executor is not None:
         executor.temperature = config.executor.temperature
     with tempfile.TemporaryDirectory() as folder:

@@ -96,33 +96,19 @@ class _Call:
     def __init__(self, service: CompilerService, request: Request, key: str | None) -> None:
         self.service, self.request, self.timeout = service, request, service.config.timeout_s
         self.deadline = asyncio.get_running_loop().time() + self.timeout
-        if key is not None and not _same(request.headers.get("authorization", ""), f"Bearer {key}"):
-            raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} to the service's key")
+        check_key(request, key, COMPILER_KEY)
 
     async def body(self) -> CompileBody:
         """Read and validate the body. Raises: Refusal, if it is too large, invalid or late."""
-        most = int(self.service.config.max_body_mib * 2**20)
-        too_large = Refusal(413, f"a request may have at most {most:,} bytes: send fewer or smaller pictures")
-        length, received = self.request.headers.get("content-length", ""), bytearray()
-        if length.isdecimal() and float(length) > most:
-            raise too_large
+        raw = await read_body(self.request, self.service.config.max_body_mib, self.deadline)
         try:
-            async with asyncio.timeout_at(self.deadline):
-                async for chunk in self.request.stream():
-                    received += chunk
-                    if len(received) > most:
-                        raise too_large
-            return await run_in_threadpool(CompileBody.model_validate_json, bytes(received))
-        except TimeoutError:
-            raise Refusal(408, f"the request did not arrive within {self.timeout:g} s") from None
-        except ClientDisconnect:
-            raise _gone() from None
+            return await run_in_threadpool(CompileBody.model_validate_json, raw)
         except ValidationError as error:
-            raise Refusal(422, _problems(error)) from None
+            raise Refusal(422, problems(error)) from None
 
     async def result(self, job: CompileJob) -> Compilation:
         """Wait for a job's result. Cancel the job if the client disconnects, or after the time-out."""
-        answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(self._gone())
+        answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(disconnected(self.request))
         left = self.deadline - asyncio.get_running_loop().time()
         try:
             done, _ = await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -132,13 +118,8 @@ class _Call:
         if answer in done:
             return answer.result()
         if gone in done:
-            raise _gone()
+            raise gone_client()
         raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time")
-
-    async def _gone(self) -> None:
-        """Return when the client disconnects, after the body has been read."""
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
 
 
 def _check_environment(name: str, known: Sequence[str]) -> None:
@@ -148,16 +129,51 @@ def _check_environment(name: str, known: Sequence[str]) -> None:
         raise Refusal(422, f"environment: must be one of {', '.join(known)}")
 
 
-def _same(header: str, expected: str) -> bool:
-    """Compare a header, whose bytes were read as Latin-1, with a text in constant time."""
-    return hmac.compare_digest(header.encode("latin-1"), expected.encode())
+def check_key(request: Request, key: str | None, name: str) -> None:
+    """Check the bearer token of a request, in constant time; without a key, nothing is required.
+
+    Args:
+        name: the environment variable of the key.
+
+    Raises:
+        Refusal: another token, or none.
+    """
+    header = request.headers.get("authorization", "").encode("latin-1")
+    if key is not None and not hmac.compare_digest(header, f"Bearer {key}".encode()):
+        raise Refusal(401, f"wrong or missing key: set {name} to the service's key")
 
 
-def _gone() -> Refusal:
+async def read_body(request: Request, max_mib: float, deadline: float) -> bytes:
+    """Read the body of a request. Raises: Refusal, if it is too large, or not there at the event loop's `deadline`."""
+    most, received = int(max_mib * 2**20), bytearray()
+    too_large = Refusal(413, f"a request may have at most {most:,} bytes: send fewer or smaller pictures")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and float(length) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout_at(deadline):
+            async for chunk in request.stream():
+                received += chunk
+                if len(received) > most:
+                    raise too_large
+        return bytes(received)
+    except TimeoutError:
+        raise Refusal(408, "the request did not arrive in time") from None
+    except ClientDisconnect:
+        raise gone_client() from None
+
+
+async def disconnected(request: Request) -> None:
+    """Return when the client disconnects, after the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def gone_client() -> Refusal:
     return Refusal(499, "the client has gone")  # counted by the metrics, never sent
 
 
-def _problems(error: ValidationError) -> str:
+def problems(error: ValidationError) -> str:
     """List the invalid fields without quoting their values."""
     found = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in found[:10])
@@ -174,9 +190,23 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         ValueError: the port is taken.
         Exception: loading the compiler failed.
     """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    service = service_of(config)
+    bound = bound_socket(host, port)
+    server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
+    shut_down_on_signal(server, service)
+    service.start()
+    threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()
+    server.run(sockets=[bound])
+    if service.failure is not None:
+        raise service.failure
+
+
+def service_of(config: ServeConfig, gather_s: float = 0.005) -> CompilerService:
+    """Create the service of a trained compiler, which is loaded when it starts; `gather_s` as of `CompilerService`.
+    Raises: ConfigError, if no checkpoint is set; CheckpointError."""
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     found = checkpoint.find(Path(config.compiler.checkpoint))
     environments = (config.env,) if config.env else checkpoint.environments(found)
     told = {name: find(name).compiler_instructions for name in environments}
@@ -186,17 +216,9 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         "executor_reads": checkpoint.executor_inputs(found),
         "compiler_reads": config.compiler.reading,
         "environments": list(environments),
+        "text": checkpoint.writes_text(found),
     }
-    weights = checkpoint.sha256(found)
-    service = CompilerService(lambda: _load(config, instructions), config, weights, about)
-    bound = bound_socket(host, port)
-    server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
-    shut_down_on_signal(server, service)
-    service.start()
-    threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()
-    server.run(sockets=[bound])
-    if service.failure is not None:
-        raise service.failure
+    return CompilerService(lambda: _load(config, instructions), config, checkpoint.sha256(found), about, gather_s)
 
 
 def _load(config: ServeConfig, instructions: Instructions) -> TokenCompiler:

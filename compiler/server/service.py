@@ -242,7 +242,7 @@ class CompilerService:
                     self._compile([job], compile)
                 return
             self.metrics.failures.inc()
-            log.error("a batch of %d failed: %s", len(jobs), _described(error))
+            log.error("a batch of %d failed: %s", len(jobs), described(error))
             for job in jobs:
                 _settle(job, self._refusal(error))
             return
@@ -288,7 +288,7 @@ def _settle(job: CompileJob, result: Any) -> None:
             job.result.set_result(result)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Name type and place of an exception without its message, which may quote a request."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__} at " + " < ".join(f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 MILLIONS = "10^6 tokens"  # suffix of columns that count tokens
 _AXES = frozenset({"executor", "environment", "split", "seed"})
@@ -29,6 +29,8 @@ class Spec:
         metrics: metrics of the columns of other environments than the paper's.
         axes: axes of a matrix that rows and columns represent; levels of other axes are added to the method's name.
         axis: axis of a matrix whose levels are rows, if it is one of `axes`.
+        systems: memory system -> name of the paper's row in which its entries are pasted (delivery `static`).
+        conditions: level of an axis that is the paper's condition, and is left out of the method's name.
         by_method: group rows by method (the paper has one executor) instead of by executor.
         families: add columns for the families of other environments.
     """
@@ -40,6 +42,8 @@ class Spec:
     axis: str = "variant"
     by_method: bool = False
     families: bool = True
+    systems: Mapping[str, str] = field(default_factory=dict)
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> bool:
@@ -68,7 +72,16 @@ def _embodiedbench(metric: str) -> tuple[Column, ...]:
 ALFWORLD = Column("AlfWorld", "alfworld", ("valid_unseen",))
 _SCIENCEWORLD = Column("ScienceWorld", "scienceworld", ("agentsquare",))
 _BY_NAME = {column.name: column for column in _embodiedbench("success")}
-_METHODS = {"none": "No Mem", "static": "AMMI (static injection)", "compiled": "Ours"}
+_METHODS = {
+    "none": "No Mem",
+    "static": "AMMI (static injection)",
+    "compiled": "Ours",
+    "memgen": "MemGen",
+    "memgen_gated": "MemGen, with trigger",
+}
+_SYSTEMS = {"gmemory": "G-Mem", "mem0": "Mem0", "langmem": "LangMem", "amem": "A-Mem"}
+_CONDITIONS = {"protocol": "frozen", "homes": "in_bank", "size": "native"}
+RULES = "-style memory, written by rules"  # follows the row's name where no language model wrote the memory
 EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, keys of its usage
     "Compiler s": ("compiler", ("seconds",)),
     "Executor s": ("executor", ("seconds",)),
@@ -78,8 +91,8 @@ EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, key
 }
 
 SPECS: Mapping[int, Spec] = {
-    1: Spec(_embodiedbench("success"), _METHODS),
-    2: Spec((ALFWORLD, _SCIENCEWORLD), _METHODS),
+    1: Spec(_embodiedbench("success"), _METHODS, systems=_SYSTEMS, conditions=_CONDITIONS),
+    2: Spec((ALFWORLD, _SCIENCEWORLD), _METHODS, systems=_SYSTEMS, conditions=_CONDITIONS),
     3: Spec(
         (ALFWORLD, _SCIENCEWORLD, replace(_SCIENCEWORLD, name="ScienceWorld progress", metric="progress")),
         {
@@ -113,7 +126,7 @@ SPECS: Mapping[int, Spec] = {
         {"static": "AMMI", "compiled": "SCMC"},
         by_method=True,
     ),
-    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",)),
+    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",), systems=_SYSTEMS, conditions=_CONDITIONS),
 }
 
 # -- BrainMem ---------------------------------------------------------------------------------------------------------

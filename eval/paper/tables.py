@@ -16,10 +16,11 @@ import yaml
 
 from eval.intervals import bootstrap_ratio, wilson
 from eval.metrics import ROLES, display_name, grouped, split_name, usage
-from eval.paper.specs import ALFWORLD, EFFICIENCY, LIVING, MILLIONS, PAPERS, Column, Paper, Spec
+from eval.paper.specs import ALFWORLD, EFFICIENCY, LIVING, MILLIONS, PAPERS, RULES, Column, Paper, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
 MEMCOMPILER = "memcompiler"  # the default paper
+MEMORY, PAPERS_MEMORY = "memory", "trajectory"  # axis of memory systems; the system of the paper's own rows
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
 ABOUT = ("environment", "split", "seed", "n_tasks", "executors", "compilers")  # facts of a run under a table
@@ -87,6 +88,8 @@ class Measured:
     summary: Mapping[str, Any]
     efficiency: Mapping[str, TableCell] = field(default_factory=dict)
     trained: Mapping[str, Any] | None = None  # of its compiler: checkpoint, and what it was trained on
+    system: str = ""  # memory system whose entries are recalled
+    by_rules: bool = False  # no language model wrote its memory
 
     def cell(self, metric: str, family: str) -> TableCell | None:
         if metric in EFFICIENCY:
@@ -152,9 +155,17 @@ def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False
                 summary=summary,
                 efficiency=used.get(name, {}),
                 trained=cells[0].get("trained"),
+                **_memory_of(cells[0], summary),
             )
         )
     return found
+
+
+def _memory_of(cell: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the system of a measurement's memory, and whether rules wrote it; nothing where none is recalled."""
+    if writing := summary.get("writing"):
+        return {"system": writing["system"], "by_rules": writing["written_by"] == "rules"}
+    return {}
 
 
 def _cells(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -254,10 +265,32 @@ def _method(spec: Spec, m: Measured) -> str:
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
     if not name:
         return ""
+    levels = {axis: level for axis, level in m.levels.items() if axis not in spec.axes}
+    levels = {axis: level for axis, level in levels.items() if spec.conditions.get(axis) != level}
+    if spec.systems:
+        name, levels = _of_system(spec, m, name, levels)
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has no column for the environment
-    others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
+    others = ", ".join(f"{axis}={level}" for axis, level in levels.items())
     return f"{name} [{others}]" if others else name
+
+
+def _of_system(spec: Spec, m: Measured, name: str, levels: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Name the row of a memory system, and return the levels that its name does not say already.
+
+    What rules wrote is no measurement of the published system, and is named so.
+    """
+    others = {axis: level for axis, level in levels.items() if axis != MEMORY}
+    level = levels.get(MEMORY, "")
+    if m.delivery in ("none", "memgen", "memgen_gated"):  # nothing is recalled
+        return name, others if level in ("", "none") else dict(levels)
+    row = spec.systems.get(m.system)
+    if row and m.delivery == "static":
+        name, said = f"{row}{RULES}" if m.by_rules else row, m.system
+    else:
+        said = PAPERS_MEMORY
+    shown = level if level not in ("", m.system) else m.system
+    return name, others if shown in ("", said) else {MEMORY: shown, **others}
 
 
 def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell | None:
@@ -295,8 +328,12 @@ def percent_cell(interval: Mapping[str, Any]) -> TableCell:
 def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Iterable[str]) -> Row:
     """Add the relative change against the same executor's row without memory, if that is not zero."""
     _, bracket, others = row.method.partition(" [")
-    wanted = spec.methods["none"] + bracket + others
-    base = next((r.cells for r in rows if (r.executor, r.method) == (row.executor, wanted)), {})
+    wanted = [spec.methods["none"] + bracket + others]
+    if spec.systems and others.startswith(f"{MEMORY}="):  # a memory's row is compared with the one without memory
+        rest = others.rstrip("]").partition(", ")[2]
+        wanted.append(spec.methods["none"] + (f" [{rest}]" if rest else ""))
+    found = {r.method: r.cells for r in rows if r.executor == row.executor}
+    base = next((found[method] for method in wanted if method in found), {})
     changed = {
         name: replace(cell, relative=100 * (cell.value / base[name].value - 1))
         for name, cell in row.cells.items()
@@ -333,8 +370,10 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compiler(trained: Mapping[str, Any]) -> str:
     """Describe a trained compiler: its checkpoint, and what it was trained on."""
-    without = [text for key, text in (("soft", "soft tokens"), ("brief_state", "Brief State")) if not trained[key]]
+    named = {"soft": "soft tokens", "brief_state": "Brief State", "text": "text and memory"}
+    without = [name for key, name in named.items() if not trained.get(key, True)]
     on = f"trained on {trained['environment'] or 'an unknown benchmark'}"
+    on += f" with memory {trained['memory']}" if trained.get("memory") else ""
     return f"{trained['checkpoint']} ({on}{' without ' + ' and '.join(without) if without else ''})"
 
 
@@ -353,6 +392,8 @@ def _notes(
             scores = [100 * score for score in by_order.values()]
             shown = f"{fmean(scores):.1f} ± {stdev(scores) if len(scores) > 1 else 0.0:.1f}"
             notes.append(f"{_method(spec, m)}: {shown} (mean and standard deviation of {len(scores)} orders).")
+    if any(m.by_rules and m.system in spec.systems for m in found):
+        notes.append("Memories written by rules measure this project's rules, not the published systems.")
     if relative:
         notes.append("In round brackets: the change against the same executor without memory.")
     if any(len(column.splits) > 1 for column in spec.columns):

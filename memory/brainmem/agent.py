@@ -8,7 +8,6 @@ Answers become short single lines. An unusable answer is counted by role, and th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +18,13 @@ from memory.brainmem.episodic import Topic
 from memory.brainmem.semantic import Experience
 from memory.protocol import Trace
 from memory.registry import ChatFunction
+from memory.replies import chat, line, lines_in
 from runtime.parsing import parse_json_object
 
 REFLECTION, EXPERIENCE, GUIDELINE = "reflection", "experience", "guideline"  # roles, in the endpoint's accounts
 REFLECTION_TOKENS, EXPERIENCE_TOKENS, GUIDELINE_TOKENS = 128, 2048, 128
 LISTS = ("success_patterns", "failure_causes", "learning_insights", "recommendations")
-MOST_TEXTS, LONGEST, MOST_STEPS = 5, 300, 200  # per list; characters per text; steps per attempt
+MOST_TEXTS, MOST_STEPS = 5, 200  # per list; steps per attempt
 EXPERIENCE_TRIES = 2
 
 _WON = "Say in one or two sentences which strategy solved the task, and what it shows of the layout and of handling."
@@ -56,8 +56,8 @@ class EpisodeAnswers:
 
 def reflection(trace: Trace, topic: Topic, reader: CommandReader, ask: ChatFunction | None) -> str:
     """Reflect on an attempt (L3) by model, or by rule without a usable answer."""
-    chat = _chat(_WON if trace.success else _LOST, _attempt_log(trace, topic))
-    answer = ask(chat, REFLECTION, REFLECTION_TOKENS) if ask else ""
+    asked = chat(_WON if trace.success else _LOST, _attempt_log(trace, topic))
+    answer = ask(asked, REFLECTION, REFLECTION_TOKENS) if ask else ""
     return line(answer or "") or rules.reflection(trace, topic, reader)
 
 
@@ -67,9 +67,9 @@ def ask_about_episode(
     """Ask for reflections on all attempts (L3) and for the experience (L4), which is requested twice if unusable."""
     answers = EpisodeAnswers(reflections=[reflection(trace, topic, reader, ask) for trace in attempts])
     log = "\n\n".join(f"attempt {n}:\n{_attempt_log(trace, topic)}" for n, trace in enumerate(attempts, 1))
-    chat = _chat(_AGENT, log)
+    asked = chat(_AGENT, log)
     for _ in range(EXPERIENCE_TRIES):
-        answer = ask(chat, EXPERIENCE, EXPERIENCE_TOKENS)
+        answer = ask(asked, EXPERIENCE, EXPERIENCE_TOKENS)
         answers.experience = read_experience(answer or "")
         if answers.experience is not None:
             break
@@ -77,7 +77,7 @@ def ask_about_episode(
         if answer is None:  # the endpoint has retried already
             break
         complaint = "That is not the JSON object that was asked for. Answer with it and nothing else."
-        chat = [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": complaint}]
+        asked = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": complaint}]
     return answers
 
 
@@ -86,7 +86,7 @@ def read_experience(answer: str) -> dict[str, list[str]] | None:
     parsed = parse_json_object(answer)
     if parsed is None or not any(name in parsed for name in LISTS):
         return None
-    return {name: _texts(parsed.get(name)) for name in LISTS}
+    return {name: lines_in(parsed.get(name), MOST_TEXTS) for name in LISTS}
 
 
 def with_model_texts(experience: Experience, answers: Mapping[str, Any]) -> Experience:
@@ -97,19 +97,7 @@ def with_model_texts(experience: Experience, answers: Mapping[str, Any]) -> Expe
 
 def ask_guideline(texts: Sequence[str], ask: ChatFunction) -> str:
     """Ask for a sentence that summarises agreeing experiences (L5); "" without a usable answer."""
-    return line(ask(_chat(_MERGE, "\n".join(f"- {text}" for text in texts)), GUIDELINE, GUIDELINE_TOKENS) or "")
-
-
-def line(text: str) -> str:
-    """Flatten a model's text into one short line without leading list or heading marks."""
-    flat = " ".join(text.split())
-    return re.sub(r"^(?:[-*#>•·.\s]|\d+(?:[.)](?=\s)|[、．]))+", "", flat)[:LONGEST].strip()
-
-
-def _texts(value: Any) -> list[str]:
-    given = value if isinstance(value, list) else [value]
-    lines = [line(each) for each in given if isinstance(each, str)]
-    return list(dict.fromkeys(filter(None, lines)))[:MOST_TEXTS]
+    return line(ask(chat(_MERGE, "\n".join(f"- {text}" for text in texts)), GUIDELINE, GUIDELINE_TOKENS) or "")
 
 
 def _attempt_log(trace: Trace, topic: Topic) -> str:
@@ -120,7 +108,3 @@ def _attempt_log(trace: Trace, topic: Topic) -> str:
     ]
     head = [f"task: {line(trace.task.goal)}", f"room: {line(topic.room)}", f"kind of task: {line(topic.task_type)}"]
     return "\n".join([*head, *steps, "completed" if trace.success else "not completed"])
-
-
-def _chat(instruction: str, content: str) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": instruction}, {"role": "user", "content": content}]

@@ -56,6 +56,8 @@ class S3Mem:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
         self._units, self._rows = list[EventUnit](), 0
+        self._of_scene = dict[str, list[EventUnit]]()
+        self._tasks = set[tuple[str, str]]()  # (scene, task) of all units, and ("", task)
         self._scopes = OrderedDict[tuple[str, str, Isolation], UnitIndex]()
 
     # writing ----------------------------------------------------------------------------------------------------------
@@ -75,8 +77,10 @@ class S3Mem:
     def units(self) -> list[EventUnit]:
         """All units in the order of writing."""
         fresh = self._journal.since(self._rows)
-        for row in fresh:
-            self._units += _units_of_row(row)
+        for unit in (unit for row in fresh for unit in _units_of_row(row)):
+            self._units.append(unit)
+            self._of_scene.setdefault(unit.origin.scene, []).append(unit)
+            self._tasks |= {(unit.origin.scene, unit.origin.task_id), ("", unit.origin.task_id)}
         if fresh:
             self._rows += len(fresh)
             self._scopes.clear()
@@ -126,12 +130,14 @@ class S3Mem:
     def _index(self, task: Task, isolation: Isolation = "task") -> UnitIndex:
         """Return the cached index of a task's scope, without the units of its own episodes."""
         units = self.units
-        scope = task.scene if any(unit.origin.scene == task.scene for unit in units) else ""
+        scope = task.scene if task.scene in self._of_scene else ""
         covered = bool(scope) and isolation == "scene"  # the task's own episodes are of its scene
-        left_out = task.id if not covered and any(unit.origin.task_id == task.id for unit in units) else ""
+        left_out = task.id if not covered and (scope, task.id) in self._tasks else ""
         key = (scope, left_out, isolation)
         if key not in self._scopes:
-            inside = (u for u in units if not scope or (u.origin.scene == scope) == (isolation == "task"))
+            inside = self._of_scene[scope] if scope else units
+            if covered:
+                inside = [unit for unit in units if unit.origin.scene != scope]
             others = [unit for unit in inside if not left_out or unit.origin.task_id != left_out]
             self._scopes[key] = UnitIndex(others, self.settings, self._embed)
             while len(self._scopes) > MAX_INDEXES:

@@ -96,6 +96,16 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert talk.state.completed == ("take mug 2 from countertop 1", "cool mug 2 with fridge 1")
 
 
+def test_a_lamp_that_was_seen_here_is_used_although_the_last_answer_does_not_show_it() -> None:
+    lit = remembered("FloorPlan2", "take cd 1 from desk 1", "use desklamp 1", goal="examine the cd with the desklamp")
+    talk = Talk(lit, goal="in FloorPlan1: look at cd under the desklamp")
+    assert talk.hear(f"{ROOM[:-1].replace('shelf 1', 'desk 1')}.").guidance == "go to desk 1"
+    talk.hear("You arrive at desk 1. On the desk 1, you see a cd 3, and a desklamp 1.", "go to desk 1")
+    taken = "You pick up the cd 3 from the desk 1."
+    assert talk.hear(taken, "take cd 3 from desk 1").guidance == "use desklamp 1"
+    assert talk.hear("Nothing happens.", "use desklamp 1").guidance == "go to desk 1"
+
+
 def test_subgoals_say_what_is_to_be_done_with_the_names_at_hand() -> None:
     talk = Talk(COOLED, teacher=replace(TEACHER, level="subgoal"))
     assert talk.hear(ROOM).guidance == "find mug in shelf 1"

@@ -12,12 +12,13 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import ConfigError, load_config
 from configs.models import ServeConfig
+from configs.proxy import ProxyConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.registry import loaded
 from memory.registry import find, names
 from runtime.settings import Settings
 
-ROOTS = (CollectConfig, EvalConfig, SftConfig, GrpoConfig, ServeConfig, QuickstartConfig)
+ROOTS = (CollectConfig, EvalConfig, SftConfig, GrpoConfig, ServeConfig, ProxyConfig, QuickstartConfig)
 FREE = {"init_log_sigma"}  # may be negative
 
 

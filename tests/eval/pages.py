@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from html.parser import HTMLParser
 from typing import Any
@@ -71,6 +72,11 @@ class Page(HTMLParser):
             self.inside[self._raw][-1] += data
         else:
             self.text += data
+
+    @property
+    def episodes(self) -> list[dict[str, Any]]:
+        """The episodes that the page's player shows, task by task."""
+        return [view for task in json.loads(self.inside["script"][-2])["tasks"] for view in task["episodes"]]
 
     def attributes(self, name: str) -> list[str]:
         return [value or "" for _, attrs in self.tags for key, value in attrs.items() if key == name]

@@ -119,8 +119,8 @@ def test_the_table_has_a_row_per_run_under_each_delivery(tmp_path: Path) -> None
     # 1 of 4: Wilson [4.6, 69.9]; 2 of 2: [34.2, 100]; 0 of 1: [0, 79.3]
     for cells in ("a 25.0 [4.6, 69.9]", "b 100.0 [34.2, 100.0]", "no memory b 0.0 [0.0, 79.3]"):
         assert cells in text
-    columns = [attrs["data-delivery"] for tag, attrs in page.tags if tag == "button" and "data-delivery" in attrs]
-    assert columns == ["b/none", "a/compiled", "b/compiled"]
+    shown = json.loads(page.inside["script"][-2])["deliveries"]
+    assert [one["name"] for one in shown] == ["b/none", "a/compiled", "b/compiled"]
 
 
 # A matrix
@@ -180,14 +180,14 @@ def test_same_ids_with_other_goals_are_other_tasks(tmp_path: Path) -> None:
     assert compared(first, second) == {}
     page = page_of(first, second)
     assert "2 tasks of b have an id of a and another goal" in text_of(page)
-    assert "The runs share no task" in page.text and not [tag for tag, _ in page.tags if tag == "article"]
+    assert "The runs share no task" in page.text and not page.episodes
 
 
 def test_tasks_that_only_one_played_are_counted_and_not_replayed(tmp_path: Path) -> None:
     page = page_of(run(tmp_path / "a", played("0101")), run(tmp_path / "b", played("-11")))
     assert "b shares 2 tasks with a, of its 2 and the other's 4" in text_of(page)
-    assert sorted(set(page.attributes("data-delivery"))) == ["a/compiled", "b/compiled"]
-    assert sum(tag == "article" for tag, _ in page.tags) == 2 * 2
+    assert sorted({view["delivery"] for view in page.episodes}) == ["a/compiled", "b/compiled"]
+    assert len(page.episodes) == 2 * 2
 
 
 # Replays
@@ -196,9 +196,9 @@ def test_tasks_that_only_one_played_are_counted_and_not_replayed(tmp_path: Path)
 def test_replays_of_one_task_stand_side_by_side(tmp_path: Path) -> None:
     folders = [run(tmp_path / name, played(wins)) for name, wins in (("a", "0011"), ("b", "0101"), ("c", "1111"))]
     page = page_of(*folders)
-    articles = [attrs for tag, attrs in page.tags if tag == "article"]
-    assert [a["data-delivery"] for a in articles] == ["a/compiled", "b/compiled", "c/compiled"] * 4
-    ended = [a["data-outcome"] == "success" for a in articles]
+    shown = page.episodes
+    assert [view["delivery"] for view in shown] == ["a/compiled", "b/compiled", "c/compiled"] * 4
+    ended = [view["outcome"] == "success" for view in shown]
     # sorted by how b and a ended: a win, a loss, both failed, both solved
     assert [(b, a) for a, b in zip(ended[::3], ended[1::3], strict=True)] == [
         (True, False),
@@ -206,13 +206,13 @@ def test_replays_of_one_task_stand_side_by_side(tmp_path: Path) -> None:
         (False, False),
         (True, True),
     ]
-    assert set(page.attributes("data-kind")) == {"pick"}
+    assert {view["task"]["kind"] for view in shown} == {"pick"}
 
 
 def test_any_task_can_be_asked_for(tmp_path: Path) -> None:
     folders = [run(tmp_path / name, played("01" * 8)) for name in ("a", "b")]
     page = page_of(*folders, replays=Replays(only=("3/t9",)))
-    assert "goal of t9" in page.text and sum(tag == "article" for tag, _ in page.tags) == 2
+    assert [view["task"]["goal"] for view in page.episodes] == ["goal of t9"] * 2
     with pytest.raises(ValueError, match="no replay of task 't9'; ids like it: 3/t9"):
         write_comparison(folders, replays=Replays(only=("t9",)))
 
@@ -225,7 +225,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     harmless = [run(tmp_path / "a", played("01")), run(tmp_path / "b", played("1"), {"seed": 1}, split="valid")]
     page, clean = page_of(hostile, plain), page_of(*harmless)
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags}
-    assert len(page.inside["script"]) == 2 and page.inside["script"][1] == clean.inside["script"][1]
+    assert len(page.inside["script"]) == 3 and page.inside["script"][2] == clean.inside["script"][2]
     assert not {"onerror"} & {key for _, attrs in page.tags for key in attrs}
     assert all(value.startswith(("data:", "#")) for key in ("src", "href") for value in page.attributes(key))
     assert name in page.text and "</td><script>alert(3)</script>" in page.text
@@ -270,6 +270,6 @@ def test_report_compares_what_it_is_given(tmp_path: Path) -> None:
     assert "a/eval" in (first / "compare.html").read_text() and not (second / "compare.html").exists()
     out = tmp_path / "pages" / "one.html"
     done = CliRunner().invoke(app, ["report", str(first), "--out", str(out), "--task", "t2"])
-    assert done.exit_code == 0 and Page(out.read_text()).text.count("goal of t") == 1
+    assert done.exit_code == 0 and len({view["task"]["id"] for view in Page(out.read_text()).episodes}) == 1
     failed = CliRunner().invoke(app, ["report", str(first), str(tmp_path)])
     assert failed.exit_code == 1 and "results.json does not exist" in failed.output

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from configs.collect import MemoryConfig
 from data_gen.memory_factory import initialise_memory, open_memory
 from eval.memory_report import drawn, recalled_in, tables_of
-from eval.replays import episode_view
+from eval.player import episode_view
 from memcompiler.cli import app
 from memory import registry
 from memory.entry import MemoryEntry, Provenance
@@ -81,8 +81,10 @@ def test_what_was_recalled_is_told_with_whether_it_was_followed() -> None:
         "e2": ("2", "0.0", "50.0"),
         "brainmem/hints": ("2", "0.0", "50.0"),  # it was recalled after that had been done
     }
-    [first, second] = episode_view(episode)["steps"]
-    assert first["recalled"] == [] and second["recalled"] == [("brainmem/hints/abc", "mug: go to desk 1")]
+    view = episode_view(episode)
+    [first, second] = view["steps"]
+    assert first["fresh"] == [] and second["fresh"] == ["brainmem/hints/abc"]
+    assert view["memory"]["brainmem/hints/abc"] == "mug: go to desk 1"
 
 
 ACTIONS = ("go to desk 1", "go to shelf 1")

@@ -13,8 +13,9 @@ from PIL import Image
 
 from agent.records import Episode
 from eval.metrics import results
+from eval.player import cited, diff_state, outcome
 from eval.plots import deliveries_plot, read_metrics, results_plots, training_plot
-from eval.replays import diff_state, outcome, select
+from eval.replays import select
 from eval.report import write_report, write_run_report
 from runtime.errors import StopReason
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode, step
@@ -40,12 +41,14 @@ def write(per_delivery: dict[str, list[Episode]], path: Path, **options: Any) ->
 
 def test_the_report_shows_results_and_replays(tmp_path: Path) -> None:
     page = Page(write(make_run(), tmp_path / "report.html"))
-    for text in ("household", "compiled, text + soft", "50.0", "goal of t0", "prompt 1", "the mug was in cabinet 2"):
+    for text in ("household", "compiled, text + soft", "50.0"):
         assert text in page.text
-    assert [attrs["data-delivery"] for tag, attrs in page.tags if tag == "article"] == ["none", "compiled"] * 4
-    assert ("ins", {}) in page.tags  # the plan was new to the Brief State
-    pictures = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(pictures) == 2 * 4 * 2
+    assert [view["delivery"] for view in page.episodes] == ["none", "compiled"] * 4
+    first = page.episodes[0]
+    assert first["task"]["goal"].startswith("goal of t") and first["memory"] == {"m1": "the mug was in cabinet 2"}
+    assert first["steps"][1]["prompt"] == "prompt 1"
+    assert first["steps"][0]["state"][1] == ["now", [["added", "find mug"]]]
+    assert all(step["picture"]["width"] == 8 for view in page.episodes for step in view["steps"])
     assert json.loads(page.inside["script"][0])["split"] == "test"
 
 
@@ -60,9 +63,8 @@ def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:
     (tmp_path / "episodes.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
     page = Page(write_run_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.text.count("goal of t") == 4
+    assert len({view["task"]["goal"] for view in page.episodes}) == 4
     assert {"Success by delivery", "Success against steps", "Training losses"} <= set(page.attributes("alt"))
-    assert sum(tag == "img" for tag, _ in page.tags) == 3 + 2 * 4 * 2  # figures, and every step's picture
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
@@ -73,34 +75,35 @@ def test_a_broken_episode_says_so(tmp_path: Path) -> None:
     broken = episode("t0", "none", True, steps=[], stop_reason=StopReason.EXECUTOR_FAILURE, error="out of memory")
     assert outcome(broken) == "broken"
     page = Page(write({"none": [broken]}, tmp_path / "report.html"))
-    assert "out of memory" in page.text and "1 executor failure" in page.text
+    assert page.episodes[0]["error"] == "out of memory" and "1 executor failure" in page.text
 
 
 def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
     soft = {"n": 4.0, "mu_norm": 71.5, "sigma_mean": 1.25}
     said = {"reason": "the mug was there", "op_errors": ("create: key exists",), "executor_text": "look!"}
     told = step(0, soft=soft, confidence=0.5, **said)
-    seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
-    text = " ".join(seen.text.split())
-    shown = (
-        "soft tokens n 4 mu norm 71.5 sigma mean 1.25",
-        "confidence without compiling 0.50",
-        "because the mug was there",
-        "create: key exists",
-        "executor promptprompt 0",
-        "look choice wrote: look!",
-        "observation 1",
-    )
-    for part in shown:
-        assert part in text
+    page = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
+    [shown] = page.episodes[0]["steps"]
+    expected = {
+        "soft": soft,
+        "confidence": 0.5,
+        "reason": "the mug was there",
+        "op_errors": ["create: key exists"],
+        "prompt": "prompt 0",
+        "action": "look",
+        "wrote": "look!",
+        "feedback": "observation 1",
+    }
+    assert {name: shown[name] for name in expected} == expected
 
 
-def test_replays_can_be_filtered_by_outcome_family_type_and_emission(tmp_path: Path) -> None:
-    page = Page(write(make_run(), tmp_path / "report.html"))
-    filters = [attrs["data-filter"] for tag, attrs in page.tags if tag == "select"]
-    assert filters == ["outcome", "family", "kind", "emission"]
-    assert page.attributes("data-kind") == ["pick"] * 4
-    assert all(f"dataset.{name}" in page.inside["script"][1] for name in ("family", "kind", "outcome", "emissions"))
+def test_guidance_cites_the_entry_that_holds_its_reason() -> None:
+    texts = {"a": "in home 1 the mug was in cabinet 2", "b": "in home 2 the mug was in cabinet 2.", "c": "clean a cup"}
+    said = step(0, guidance="go to cabinet 2", reason="In home 2 the mug was in cabinet 2")
+    assert cited(said, list(texts), texts) == ["b"]
+    close = step(0, guidance="go to cabinet 2", reason="in the mug was in cabinet 2")  # no entry says just this
+    assert cited(close, list(texts), texts) == ["a", "b"]
+    assert cited(step(0, guidance="clean it"), list(texts), texts) == cited(step(0), list(texts), texts) == []
 
 
 # Nothing from outside, nothing from inside
@@ -134,13 +137,12 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     episodes = [each for of_delivery in per_delivery.values() for each in of_delivery]
     html = write_report(run_results, episodes, tmp_path / "bad.html", [plot]).read_text(encoding="utf-8")
     page, clean = Page(html), Page(write(harmless, tmp_path / "good.html"))
-    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags} | {"figure", "figcaption"}
-    assert len(page.inside["script"]) == 2
-    assert page.inside["script"][1] == clean.inside["script"][1]
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags} | {"figure", "figcaption", "img"}
+    assert len(page.inside["script"]) == 3
+    assert page.inside["script"][2] == clean.inside["script"][2]
     assert not {"onerror"} & {name for _, attrs in page.tags for name in attrs}
     assert json.loads(page.inside["script"][0])["note"] == HOSTILE
-    shown = HOSTILE.replace("\ud800", "\\ud800")
-    assert page.text.count(shown) > 20
+    assert json.dumps(page.episodes).count(json.dumps(HOSTILE)[1:-1]) > 20
     assert "49" not in page.text.replace("0.49", "")  # {{ 7 * 7 }} was not evaluated
 
 
@@ -153,7 +155,7 @@ def test_the_page_keeps_to_its_size_and_says_what_is_missing(tmp_path: Path) -> 
     limit = len(whole.encode()) * 2 // 3
     small = write(make_run(12), tmp_path / "small.html", max_bytes=limit)
     assert len(small.encode()) <= limit
-    shown = sum(tag == "details" and attrs.get("class") == "task" for tag, attrs in Page(small).tags)
+    shown = len(Page(small).episodes) // 2
     assert 0 < shown < 12
     assert f"{12 - shown} more do not fit" in small
     assert "No replay fits" in write(make_run(12), tmp_path / "tiny.html", max_bytes=1)
@@ -213,14 +215,13 @@ def test_a_step_that_broke_does_not_look_like_an_emptied_state(tmp_path: Path) -
     steps = [step(0, brief_after="goal: put mug"), step(1, brief_after="", emission_kind="", emission_text="")]
     stopped = episode("t0", "compiled", False, steps=steps, stop_reason=StopReason.COMPILER_FAILURE)
     page = Page(write({"compiled": [stopped]}, tmp_path / "report.html"))
-    assert page.text.count("Brief State, unchanged") == 2
-    assert not [tag for tag, _ in page.tags if tag in ("ins", "del")]
+    assert [step["changed"] for view in page.episodes for step in view["steps"]] == [False, False]
 
 
 def test_deliveries_without_a_compiler_show_no_state(tmp_path: Path) -> None:
     steps = [step(0, brief_after="goal: put mug", emission_kind="", emission_text="")]
     page = Page(write({"none": [episode("t0", "none", True, steps=steps)]}, tmp_path / "report.html"))
-    assert "Brief State" not in page.text
+    assert page.episodes[0]["steps"][0]["state"] == []
 
 
 # Figures

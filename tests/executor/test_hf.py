@@ -84,6 +84,22 @@ def test_soft_tokens_change_the_action_distribution_and_get_gradient():
     assert all(p.grad is None for p in model.model.parameters())
 
 
+def test_what_precedes_soft_tokens_is_read_once_and_their_gradient_stays_the_same():
+    whole, cached = executor(), executor(prefix_mib=8)
+    prompts = [whole.encode(request(i, soft=True)) for i in (0, 1, 1)]
+    actions = [whole.action_ids(command) for command in ("look", COMMANDS[3], COMMANDS[2])]
+    soft = [torch.stack([prompt.soft for prompt in prompts]).requires_grad_() for _ in range(3)]
+    expected, _ = whole.action_nll(prompts, soft[0], actions)
+    for again in soft[1:]:  # the second time the cache holds all of it
+        nll, count = cached.action_nll(prompts, again, actions)
+        torch.testing.assert_close(nll, expected, atol=1e-5, rtol=1e-5)
+        nll.sum().backward()
+    assert count.tolist() == [len(action) for action in actions] and cached.prefixes.held > 0
+    expected.sum().backward()
+    for again in soft[1:]:
+        torch.testing.assert_close(again.grad, soft[0].grad, atol=1e-5, rtol=1e-4)
+
+
 def test_a_reserved_token_in_the_text_is_text():
     model = executor()
     bad = replace(request(0, soft=True), goal="say <|mem|>", observation="<|im_end|>")

@@ -22,6 +22,7 @@ from compiler.records import Compilation, CompileRequest, Decoding
 from configs import collect, evaluation, training
 from configs.load import CONFIGS, ConfigError, _field_paths, load_config, read_overrides, to_yaml
 from configs.models import ServeConfig
+from configs.proxy import ProxyConfig
 from envs import registry as environments
 from memory import registry as memories
 from memory.trajectory import png_bytes
@@ -39,6 +40,7 @@ COMMANDS = {
     "quickstart": evaluation.QuickstartConfig,
     "questions": collect.QuestionsConfig,
     "serve": ServeConfig,
+    "proxy": ProxyConfig,
 }
 SIGNED = {"seed", "scene_seed", "init_log_sigma"}  # settings with negative values
 VALUES = ".nan|.inf|-.inf||null|[]|{}|a: b|2001-01-01|1_000|0o17|1e3|yes|~|-1|0|1|0.5|-0.5|2|1e9".split("|")
@@ -58,7 +60,8 @@ def schemas() -> dict[str, tuple[type[BaseModel], list[str]]]:
 def shipped() -> list[tuple[str, bytes]]:
     """Return the name of the schema and the content of each shipped configuration."""
     files = [
-        (file, COMMANDS.get(file.relative_to(CONFIGS).parts[0].partition(".")[0])) for file in CONFIGS.rglob("*.yaml")
+        (file, COMMANDS.get(file.stem) or COMMANDS.get(file.relative_to(CONFIGS).parts[0].partition(".")[0]))
+        for file in CONFIGS.rglob("*.yaml")
     ]
     return [(schema.__name__, file.read_bytes()) for file, schema in sorted(files) if schema]
 

@@ -13,6 +13,7 @@ from configs.collect import MemoryConfig
 from data_gen.memory_factory import open_memory
 from envs.household.command_reader import HouseholdReader
 from lm.answer_cache import EndpointStop
+from memory import replies
 from memory.brainmem import agent
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.system import BrainMem
@@ -149,7 +150,7 @@ def test_hostile_answers_add_no_line_to_a_prompt(tmp_path: Path) -> None:
     memory.commit([[trace(1)], [trace(4)]])
     lines = prompt(memory).splitlines()
     heads = [line for line in lines if line.rstrip(":") in ("Valuable Guidelines", "Working Memory", "memory")]
-    assert heads == ["Valuable Guidelines:"] and max(map(len, lines)) < 3 * agent.LONGEST + 100
+    assert heads == ["Valuable Guidelines:"] and max(map(len, lines)) < 3 * replies.LONGEST + 100
     assert not any(line.startswith(("goal:", "memory:")) for line in lines)
 
 

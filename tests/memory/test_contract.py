@@ -111,11 +111,11 @@ def test_isolated_by_scene_it_recalls_as_if_nothing_had_ever_happened_there(
     whole.commit(told)
     without.commit([each for each in told if each[0].task.scene != "FloorPlan1"])
     mine = replace(trace(99, chance.choice(("mug", "pen")), success=False), views=())
-    query = Query(mine.task, isolation="scene")
+    query = Query(mine.task, k=20, isolation="scene")
     seen = [isolated(memory, query, mine) for memory in (whole, without)]
     assert seen[0] == seen[1]
     assert not any(entry.provenance.scene == "FloorPlan1" for entry in seen[0])
-    apart = [entry.text for entry in isolated(whole, Query(mine.task), mine)]
+    apart = [entry.text for entry in isolated(whole, replace(query, isolation="task"), mine)]
     assert apart != [entry.text for entry in seen[0]]  # otherwise it does recall the scene
 
 

@@ -13,11 +13,11 @@ from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
 from envs.base import Task
 from eval.qa.retrievers import open_retriever
-from memory.brainmem.agent import line
 from memory.brainmem.semantic import Experience, agreeing_texts
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.recall import distances
 from memory.karma.units import goal_words
+from memory.replies import line
 from memory.retrieval import query_words
 from memory.s3mem.anchors import Vocabulary, matches_date, parse_question
 from memory.s3mem.rule_writer import write_units

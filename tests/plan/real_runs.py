@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def check_update(pair: ModelPair, lengths: Lengths) -> Check:
     """Make a GRPO update of two micro-batches."""
     config = load_config(GrpoConfig, "grpo/paper", pair.settings("compiler.engine=hf", "compiler.checkpoint=null"))
     compiler, executor = _models(config)
-    unused: Any = None
+    unused: Any = SimpleNamespace(served=None, environment="")
     with tempfile.TemporaryDirectory() as folder:
         trainer = GrpoTrainer(config, compiler, executor, unused, [unused], Path(folder))
     samples = 2 * replay.samples_of(config, lengths, pair.rows, executor.backbone.hidden_size)

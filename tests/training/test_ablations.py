@@ -42,7 +42,7 @@ def test_sft_without_brief_state_trains_on_such_rows_and_its_checkpoint_says_so(
     config = SftConfig(rows=str(tmp_path / "rows"), allow_leakage=True, brief_state=False, **TINY)
     train_sft(config, tmp_path / "out")
     t = seen["trainer"]
-    assert list(t.rows) == [without_brief_state(row) for row in [*ROWS, HYBRID]]
+    assert list(t.rows) == [replace(without_brief_state(row), environment="household") for row in [*ROWS, HYBRID]]
     read = t.compiler.backbone.tokenizer.decode(t.examples[5].prompt.ids)
     assert "did: look ; look ; look" in read
     assert t.compiler.backbone.tokenizer.decode(t.examples[5].emission[:-1]) == "> why | go to shelf 1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zoo.curriculum import ROOM
 from zoo.models import Lexicon
 from zoo.words import PLACES, THINGS
@@ -50,3 +52,8 @@ LEXICON = Lexicon(
     numbered=tuple(PLACES),
     treatments={"heat": "microwave", "hot": "microwave", "cool": "fridge", "clean": "sinkbasin"},
 )
+
+COMMAND_WORDS = """unsearched searched holding hold after came first view so far known seen facing must be free hands
+whether Next another thing things come because looked""".split()
+COMMAND_LEXICON = replace(LEXICON, pieces=(*LEXICON.pieces, *COMMAND_WORDS))
+"""`LEXICON` with the words of commands' reasons and of raw entries, for compilers of level `command`."""

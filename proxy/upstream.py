@@ -1,0 +1,197 @@
+"""Passes requests on to the upstream, and its replies back byte for byte, as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from compiler.server.app import disconnected, gone_client
+from compiler.server.service import Refusal
+from configs.proxy import UpstreamConfig
+from runtime.http import is_loopback
+
+CONNECT_S = 5.0
+MOST_READ = 4 * 2**20  # bytes of a reply that are kept to read the action in it
+OWN = b"x-memcompiler-"  # prefix of the headers of this proxy, which are not passed on
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+Headers = list[tuple[bytes, bytes]]
+
+
+class Upstream:
+    """A client of the upstream.
+
+    Args:
+        key: replaces the Authorization header of requests; None: the client's own is passed on.
+        drops_key: the client's Authorization header is for this proxy, and not passed on.
+    """
+
+    def __init__(self, config: UpstreamConfig, key: str | None = None, drops_key: bool = False) -> None:
+        self.url, self.timeout_s, self._key, self._drops_key = config.url, config.timeout_s, key, drops_key
+        limits = httpx.Limits(max_connections=config.connections, max_keepalive_connections=config.connections)
+        # Without a client, whose cookies, redirects and default headers would be in the way.
+        self._transport = httpx.AsyncHTTPTransport(limits=limits, proxy=_proxy_for(config.url))
+        timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
+        self._extensions = {"timeout": timeout.as_dict()}
+
+    async def send(self, request: Request, path: str, body: bytes) -> httpx.Response:
+        """Send a request with this body; return the reply once its headers are there, its content unread.
+
+        Raises:
+            Refusal: 502 or 504 without a reply, 499 if the client disconnects before.
+        """
+        query = f"?{request.url.query}" if request.url.query else ""
+        sent = httpx.Request(
+            request.method,
+            f"{self.url}{path}{query}",
+            headers=self._headers(request),
+            content=body,
+            extensions=self._extensions,
+        )
+        reply = asyncio.ensure_future(self._transport.handle_async_request(sent))
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                raise gone_client()
+            return reply.result()
+        except httpx.TimeoutException:
+            raise Refusal(504, f"the upstream {self.url} did not answer within {self.timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise Refusal(502, f"the upstream {self.url} cannot be reached ({type(error).__name__})") from None
+        finally:
+            gone.cancel()
+            reply.cancel()  # does nothing once it is there
+
+    def _headers(self, request: Request) -> Headers:
+        left_out = _HOP_BY_HOP | {b"host", b"content-length"}
+        if self._drops_key or self._key is not None:
+            left_out |= {b"authorization"}
+        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]
+        headers = [(name, value) for name, value in headers if not name.startswith(OWN)]
+        key = [] if self._key is None else [(b"authorization", f"Bearer {self._key}".encode("latin-1"))]
+        return [*headers, *key]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+
+def _proxy_for(url: str) -> str | None:
+    """Return the HTTP proxy of the environment for an address; None for this machine's own."""
+    parts = urlsplit(url)
+    if is_loopback(parts.hostname or "") or proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+class PassedReply(Response):
+    """The upstream's reply as it is: status, headers, and bytes as they come.
+
+    A reply that the upstream breaks off is broken off for the client, too.
+
+    Args:
+        extra: headers to add.
+        on_end: called with the beginning of the content (`MOST_READ`) if the reply was complete.
+    """
+
+    def __init__(
+        self,
+        reply: httpx.Response,
+        extra: Iterable[tuple[str, str]] = (),
+        on_end: Callable[[bytes], object] = lambda content: None,
+    ) -> None:
+        self.reply, self.on_end = reply, on_end
+        passed = [(name.lower(), value) for name, value in reply.headers.raw]
+        self.status_code = reply.status_code
+        self.raw_headers = [pair for pair in passed if pair[0] not in _HOP_BY_HOP]
+        self.raw_headers += [(name.encode("ascii"), value.encode("latin-1", "replace")) for name, value in extra]
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        passing, leaving = asyncio.ensure_future(self._pass(send)), asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            leaving.cancel()
+            passing.cancel()
+            await asyncio.gather(passing, leaving, return_exceptions=True)
+            await self.reply.aclose()
+
+    async def _pass(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        content = bytearray()
+        try:
+            async for chunk in self.reply.aiter_raw():
+                if len(content) < MOST_READ:
+                    content += chunk
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except httpx.HTTPError:
+            return  # without a last message the server closes the connection
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.on_end(_decoded(bytes(content), self.reply.headers.get("content-encoding", "")))
+
+
+def _decoded(content: bytes, encoding: str) -> bytes:
+    """Undo a content encoding of the standard library; b"" for others and broken content."""
+    if encoding in ("", "identity"):
+        return content
+    try:
+        return zlib.decompressobj(wbits=47).decompress(content, MOST_READ) if encoding in ("gzip", "deflate") else b""
+    except zlib.error:
+        return b""
+
+
+def answer_in(content: bytes) -> dict[str, Any] | None:
+    """Return the assistant's message in a reply, streamed or not; None where there is none."""
+    try:
+        if content.lstrip()[:1] == b"{":
+            message = json.loads(content)["choices"][0]["message"]
+            return message if isinstance(message, dict) else None
+        lines = [line[5:].strip() for line in content.splitlines() if line.startswith(b"data:")]
+        return _merged([json.loads(line) for line in lines if line not in (b"", b"[DONE]")])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _merged(chunks: list[Any]) -> dict[str, Any] | None:
+    """Merge the first choice's deltas of a stream."""
+    text, calls = "", dict[int, dict[str, Any]]()
+    for chunk in chunks:
+        for choice in chunk.get("choices", ())[:1]:
+            delta = choice.get("delta") or {}
+            text += delta.get("content") or ""
+            for part in delta.get("tool_calls") or ():
+                call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
+                for name in ("name", "arguments"):
+                    call["function"][name] += (part.get("function") or {}).get(name) or ""
+    if not text and not calls:
+        return None
+    return {"role": "assistant", "content": text, "tool_calls": [calls[i] for i in sorted(calls)]}
