@@ -373,7 +373,8 @@ def _compiler(trained: Mapping[str, Any]) -> str:
     named = {"soft": "soft tokens", "brief_state": "Brief State", "text": "text and memory"}
     without = [name for key, name in named.items() if not trained.get(key, True)]
     on = f"trained on {trained['environment'] or 'an unknown benchmark'}"
-    on += f" with memory {trained['memory']}" if trained.get("memory") else ""
+    if trained.get("memory") not in (None, PAPERS_MEMORY):
+        on += f" with memory {trained['memory']}"
     return f"{trained['checkpoint']} ({on}{' without ' + ' and '.join(without) if without else ''})"
 
 

@@ -24,7 +24,7 @@ from eval.report import write_run_report
 from lm.answer_cache import Answer, AnswerCache
 from memory.registry import RESPONSES, names
 
-SYSTEMS = ("trajectory", "brainmem", "s3mem", "karma")
+SYSTEMS = ("trajectory", "s3mem", "amem", "mem0")
 TINY = (
     "env={scenes: {train: 1, test: 2}, images: false}",
     "deliveries=[static, compiled]",
@@ -56,7 +56,7 @@ def test_every_level_of_the_axis_is_a_system_and_a_list_selects_them() -> None:
     for level, settings in both.matrix["memory"].items():  # pyright: ignore[reportAttributeAccessIssue]
         assert settings.get("memory.system", level) == level
     shipped = load_config(EvalConfig, "eval/memories")
-    others = {"amem", "gmemory", "mem0", "langmem"}
+    others = {"brainmem", "karma", "gmemory", "langmem"}
     assert set(shipped.select["memory"]) == {"none", *SYSTEMS, *others} and {*SYSTEMS, *others} <= set(names())
     with pytest.raises(ConfigError, match=r"select\.memory=mem: the matrix has none, memgen, trajectory"):
         cells(load_config(EvalConfig, "eval/memories", ["select.memory=[mem]"]))
@@ -73,7 +73,8 @@ def test_the_matrix_runs_with_every_system_resumes_and_its_page_compares_them(
 ) -> None:
     pages: list[Path] = []
     monkeypatch.setattr(eval.evaluate, "write_run_report", pages.append)  # of the cells; a page takes a second
-    settings = asked("select.homes=[left_out]", f"compiler.checkpoint={trained}")
+    played = f"select.memory=[none,{','.join(SYSTEMS)}]"
+    settings = asked("select.homes=[left_out]", played, f"compiler.checkpoint={trained}")
     monkeypatch.setattr(eval.evaluate, "_pool_cells", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # killed after the last cell
         run_eval(settings, tmp_path / "run")

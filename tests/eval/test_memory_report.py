@@ -37,7 +37,7 @@ def test_the_command_tells_what_any_system_holds(memory: Any, tmp_path: Path) ->
     assert shown.exit_code == 0, shown.output
     assert memory.name in shown.output and "episodes" in shown.output
     pictures = sorted((tmp_path / "out").glob("*.png")) if (tmp_path / "out").exists() else []
-    assert len(pictures) == (2 if memory.name == "brainmem" else 0)
+    assert len(pictures) == {"brainmem": 2, "amem": 1, "gmemory": 1}.get(memory.name, 0)
     for picture in pictures:
         with Image.open(picture) as image:
             assert image.width > 400 and len(image.convert("L").getcolors() or range(300)) > 10  # something is drawn

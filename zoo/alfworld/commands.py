@@ -26,18 +26,14 @@ from agent.records import EpisodeContext
 from compiler.language import render
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest
-from configs.evaluation import EvalConfig, EvalMemoryConfig
-from data_gen.experience import open_experience_bank
+from configs.evaluation import EvalMemoryConfig
 from data_gen.recall_mix import RecallMix
-from data_gen.tasks import select_tasks
-from envs.alfworld.environment import AlfworldSettings
-from envs.registry import Environments
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
 from zoo import attention, stages
-from zoo.alfworld.lessons import LengthPool, SceneLabels, Tokens
-from zoo.alfworld.play import READER, K, Make, run_games
+from zoo.alfworld.lessons import LengthPool, SceneLabels, Tokens, beginnings
+from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
 from zoo.alfworld.words import COMMAND_LEXICON
 from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer
@@ -181,11 +177,8 @@ def material(
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
     memory = EvalMemoryConfig(k=K, pictures=0, settings={"text": "raw", "outcomes": "success"})
-    config = EvalConfig(env=AlfworldSettings(), memory=memory, split=split, limit=games)
-    envs = Environments(config.env)  # in this process: needs no close
-    tasks, experience = select_tasks(config, envs, split)
-    bank = open_experience_bank(config, envs, experience, work)
-    return envs.lease, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
+    make_env, tasks, bank = games_and_bank(work, split, games, memory)
+    return make_env, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
 
 
 def played_states(work: Path, seed: int, games: int | None) -> tuple[list[list[State]], list[list[State]]]:
@@ -253,8 +246,7 @@ class EpisodeBatches:
         return {
             "input_ids": pad(ids, self._pad_id),
             "labels": pad(labels, IGNORE),
-            "given": pad([row[::-1] for row in begun], self._pad_id).flip(1),
-            "given_mask": pad([[1] * len(row) for row in begun], 0).flip(1),
+            **beginnings(begun, self._pad_id),
         }
 
 

@@ -135,14 +135,19 @@ def step_batch(
             goals = [token if allowed else IGNORE for token, allowed in zip(command, serving, strict=True)]
             targets.append([IGNORE] * len(each.prompt) + goals)
             equals += [sorted(allowed) for allowed in serving if allowed]
-    given = pad([row[::-1] for row in begun], pad_id).flip(1)
-    seen = pad([[1] * len(row) for row in begun], 0).flip(1)
     return {
         "input_ids": pad(ids, pad_id),
         "labels": pad(targets, IGNORE),
         "equals": pad(equals, IGNORE),
-        "given": given,
-        "given_mask": seen,
+        **beginnings(begun, pad_id),
+    }
+
+
+def beginnings(begun: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """Pad the rows' shared beginnings on the left, with their mask."""
+    return {
+        "given": pad([list(row[::-1]) for row in begun], pad_id).flip(1),
+        "given_mask": pad([[1] * len(row) for row in begun], 0).flip(1),
     }
 
 

@@ -24,13 +24,14 @@ from configs.evaluation import EvalConfig, EvalMemoryConfig
 from data_gen.experience import open_experience_bank
 from data_gen.tasks import episode_specs, select_tasks
 from envs.alfworld.environment import AlfworldSettings
-from envs.base import Environment
+from envs.base import Environment, Task
 from envs.household.command_reader import PUT, TAKE, TREAT, AlfworldReader
 from envs.household.observation_parser import parse_room
 from envs.registry import Environments
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import Action, Executor, ExecutorView, Grounding
 from memory.entry import MemoryEntry
+from memory.protocol import MemorySystem
 from zoo.lessons import text_deliveries
 from zoo.models import MEMORY_TOKEN
 
@@ -52,10 +53,22 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
-    config = EvalConfig(env=AlfworldSettings(), memory=EvalMemoryConfig(k=K), split=split, limit=limit)
+    make_env, tasks, bank = games_and_bank(work, split, limit, EvalMemoryConfig(k=K))
+    return make_env, episode_specs(tasks, bank, K)
+
+
+def games_and_bank(
+    work: Path, split: str, limit: int | None, memory: EvalMemoryConfig
+) -> tuple[Make, list[Task], MemorySystem]:
+    """Return an environment factory, the first `limit` games of a split, and the bank of the train games.
+
+    Raises:
+        FileNotFoundError: ALFWORLD_DATA holds no games.
+    """
+    config = EvalConfig(env=AlfworldSettings(), memory=memory, split=split, limit=limit)
     envs = Environments(config.env)  # in this process: needs no close
     tasks, experience = select_tasks(config, envs, split)
-    return envs.lease, episode_specs(tasks, open_experience_bank(config, envs, experience, work), K)
+    return envs.lease, tasks, open_experience_bank(config, envs, experience, work)
 
 
 class ChoiceSource(StrEnum):
