@@ -6,10 +6,8 @@ Many episodes run side by side; `agent.batching` or `agent.continuous` brings th
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from agent.records import (
     executor_request,
     soft_read_on,
 )
+from agent.seeds import episode_seeds
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from configs.models import Batching
 from envs.base import Environment, Observation, Task, Transition, is_persistent
@@ -69,11 +68,10 @@ class EpisodeLimits:
     # Seed of the draws of requests that have seeds of their own; None: `seed`.
     draw_seed: int | None = None
 
-    def episode_seed(self, task: Task, occurrence: int) -> int:
-        """Return the seed of an episode's draws. It depends on the task and on how often the run had it before, so that
-        neither timing nor what a resumed run has left to do changes it."""
-        named = f"{self.seed if self.draw_seed is None else self.draw_seed} {occurrence} {task.id}"
-        return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7])
+    @property
+    def drawn_by(self) -> int:
+        """Return the seed from which the seeds of episodes are made (`agent.seeds`)."""
+        return self.seed if self.draw_seed is None else self.draw_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,46 +107,24 @@ class EpisodeSpec:
 # -- one episode ------------------------------------------------------------------------------------------------------
 
 
-async def run_episode(
-    env: Environment,
-    spec: EpisodeSpec,
-    *,
-    delivery: Delivery,
-    executor: Executor,
-    limits: EpisodeLimits,
-    batcher: Batcher,
-    index: int,
-    continues: bool = False,
-    seed: int = 0,
-) -> Episode:
+async def run_episode(spec: EpisodeSpec, roles: Roles, continues: bool = False) -> Episode:
     """Play one episode. A failure of environment, memory, compiler or executor ends it with a named reason.
 
     Args:
-        index: of the episode in its batcher.
         continues: keep the world that the previous episode left, instead of resetting the environment.
-        seed: of the draws of its requests (`EpisodeLimits.episode_seed`).
 
     Raises:
         EndpointStop: no endpoint can be called any more.
         BankError: the memory is not what it was when the run began.
     """
-    roles = Roles(
-        env=env,
-        task=spec.task,
-        delivery=delivery,
-        executor=executor,
-        limits=limits,
-        batcher=batcher,
-        index=index,
-        seed=seed,
-    )
+    env = roles.env
     runner = EpisodeRunner(spec, roles)
     episode = runner.episode
     try:
         runner.begin()
         with _failures_as(EnvironmentFailure):
             observed = await _call(env, is_persistent(env).proceed if continues else env.reset, spec.task)
-        for _ in range(limits.max_steps):
+        for _ in range(roles.limits.max_steps):
             action = await runner.act(observed)
             started = time.perf_counter()
             with _failures_as(EnvironmentFailure):
@@ -278,7 +254,12 @@ async def _call(env: Environment, method: Callable[..., T], *arguments: object) 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Compiler and executor of one episode."""
+    """Compiler and executor of one episode.
+
+    Args:
+        index: of the episode in its batcher.
+        seed: of the draws of its requests (`agent.seeds.episode_seeds`).
+    """
 
     env: Environment
     task: Task
@@ -401,36 +382,10 @@ def run_sequences(
     capacities = (getattr(getattr(make, "__self__", make), "capacity", concurrency) for make in makes.values())
     concurrency = min(concurrency, *capacities)
     batcher = batcher_for(limits.batching, (delivery.compiler, executor))
-    report = on_episode or (lambda _: None)
-
-    async def play(specs: Sequence[EpisodeSpec], seeds: Sequence[int], index: int) -> list[Episode]:
-        env, played = makes[specs[0].environment](), list[Episode]()
-        try:
-            for spec, seed in zip(specs, seeds, strict=True):
-                if played:
-                    report(played[-1])
-                if broken := _sequence_failure(played):
-                    episode = _new_episode(spec, delivery, limits)
-                    episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
-                else:
-                    episode = await run_episode(
-                        env,
-                        spec,
-                        delivery=delivery,
-                        executor=executor,
-                        limits=limits,
-                        batcher=batcher,
-                        index=index,
-                        continues=bool(played),
-                        seed=seed,
-                    )
-                played.append(episode)
-        finally:
-            close_error = await _close(env)
-        played[-1].error = played[-1].error or close_error
-        report(played[-1])
-        return played
-
+    player = _Player(makes, delivery, executor, limits, batcher, on_episode or (lambda _: None))
+    tasks = [[(spec.environment, spec.task.id) for spec in specs] for specs in sequences]
+    seeds = episode_seeds(limits.drawn_by, tasks)
+    plays = [partial(player.play, *both) for both in zip(sequences, seeds, strict=True) if both[0]]
     results: list[list[Episode]] = []
 
     async def run_all() -> None:
@@ -439,8 +394,6 @@ def run_sequences(
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            seeds = _episode_seeds(sequences, limits)
-            plays = [partial(play, *both) for both in zip(sequences, seeds, strict=True) if both[0]]
             results.extend(await batcher.run(plays, concurrency))
         finally:
             awake.cancel()
@@ -449,17 +402,48 @@ def run_sequences(
     return results
 
 
-def _episode_seeds(sequences: Sequence[Sequence[EpisodeSpec]], limits: EpisodeLimits) -> list[list[int]]:
-    """Return the seed of each episode's draws."""
-    before = Counter[tuple[str, str]]()
-    seeds = []
-    for specs in sequences:
-        seeds.append([])
-        for spec in specs:
-            key = spec.environment, spec.task.id
-            seeds[-1].append(limits.episode_seed(spec.task, before[key]))
-            before[key] += 1
-    return seeds
+@dataclass(frozen=True, slots=True)
+class _Player:
+    """Plays sequences of tasks."""
+
+    makes: Mapping[str, Callable[[], Environment]]
+    delivery: Delivery
+    executor: Executor
+    limits: EpisodeLimits
+    batcher: Batcher
+    report: Callable[[Episode], None]
+
+    async def play(self, specs: Sequence[EpisodeSpec], seeds: Sequence[int], index: int) -> list[Episode]:
+        """Play one sequence, with the seed of each episode."""
+        env, played = self.makes[specs[0].environment](), list[Episode]()
+        try:
+            for spec, seed in zip(specs, seeds, strict=True):
+                if played:
+                    self.report(played[-1])
+                if broken := _sequence_failure(played):
+                    episode = _new_episode(spec, self.delivery, self.limits)
+                    episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
+                else:
+                    roles = self._roles(env, spec.task, index=index, seed=seed)
+                    episode = await run_episode(spec, roles, continues=bool(played))
+                played.append(episode)
+        finally:
+            close_error = await _close(env)
+        played[-1].error = played[-1].error or close_error
+        self.report(played[-1])
+        return played
+
+    def _roles(self, env: Environment, task: Task, index: int, seed: int) -> Roles:
+        return Roles(
+            env=env,
+            task=task,
+            delivery=self.delivery,
+            executor=self.executor,
+            limits=self.limits,
+            batcher=self.batcher,
+            index=index,
+            seed=seed,
+        )
 
 
 def _sequence_failure(played: Sequence[Episode]) -> str:

@@ -121,8 +121,8 @@ class _Player:
     """Plays episodes, and remembers the requests of the last ones."""
 
     envs: Environments
-    compiler: _Recording
-    executor: _Recording
+    compiler: Any  # both a _Recording
+    executor: Any
     limits: EpisodeLimits
 
     def __call__(self, specs: Sequence[EpisodeSpec], way: Batching) -> tuple[list[Episode], float]:
