@@ -26,6 +26,10 @@ from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
 
+# Seconds of a process that starts an engine in two more; each of them imports vLLM (20 s of a core where no bytecode is
+# stored). Less than pytest's limit, so that a failure shows what the process said.
+CHILD_S = 570
+
 
 def using_vllm(test: Any) -> Any:
     for mark in vllm_engines.marks:
@@ -113,7 +117,7 @@ def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> No
 def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(repository: Path) -> None:
     """In a separate process: vLLM's imports for speculation prevent a second engine in the same one (0.31)."""
     command = [sys.executable, "-m", "tests.vllm_engines", "speculating"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=CHILD_S)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     steps, tokens = map(int, said[-2].removeprefix("steps ").split(" tokens "))
@@ -396,7 +400,7 @@ def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
 @using_vllm
 def test_an_engine_in_a_process_of_its_own_and_its_death(repository: Path) -> None:
     command = [sys.executable, "-m", "tests.vllm_engines"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=CHILD_S)
     said = [line for line in done.stdout.splitlines() if line.startswith(("alike", "refused"))]
     assert said[:1] == ["alike"], done.stderr[-3000:]
     assert len(said) == 3, said
