@@ -26,7 +26,7 @@ from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
 
-# Seconds of a process that starts an engine in two more; each of them imports vLLM (20 s of a core where no bytecode is
+# Seconds of a process that starts an engine in two more; each of them imports vLLM (28 s of a core where no bytecode is
 # stored). Less than pytest's limit, so that a failure shows what the process said.
 CHILD_S = 570
 
