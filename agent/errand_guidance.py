@@ -3,9 +3,9 @@
 What is due follows from the goal's subgoals, which the Brief State holds. The first view lists the scene's places, and
 later views do not, so the Brief State notes at the first view, each as a list of places that shrinks:
 
-    mug: maybe shelf 2-1        where M's entries found a mug, and where one was seen since
-    heat: maybe microwave 1     appliances of the kinds that M's entries used
-    cabinet: maybe cabinet 4-1  places that may receive the thing
+    mug: shelf 2, shelf 1       where M's entries found a mug, and where one was seen since
+    heat: microwave 1           appliances of the kinds that M's entries used
+    cabinet: cabinet 2, ...     places that may receive the thing
     unsearched: desk 1, ...     places whose content has not been seen
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
@@ -14,15 +14,13 @@ and `Errands.due` reads the state after them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from agent.leads import Lead
 from agent.records import is_refusal
-from compiler.brief_state import MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
+from compiler.brief_state import BETWEEN, MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from envs.household.command_reader import PUT, TAKE, TREAT, location
 from envs.household.errands import (
     LOOK,
@@ -39,7 +37,6 @@ from envs.household.errands import (
 )
 from memory.entry import MemoryEntry
 
-MAYBE = "maybe "  # begins a belief that lists places
 HOLDING, UNSEARCHED = "holding", "unsearched"
 MOST = 6  # places that M names for a thing which are noted
 UNKNOWN, SAME_THING = 0.5, 3  # weights in `Errands._worth`
@@ -108,15 +105,18 @@ class Notes:
 
     def places(self, key: str) -> list[str]:
         """List the places that a belief names."""
-        known = self.state.belief(key)
-        return expand(known.removeprefix(MAYBE)) if known else []
+        return (self.state.belief(key) or "").split(BETWEEN) if self.state.belief(key) else []
 
     def put_places(self, key: str, places: Sequence[str]) -> None:
         """Set a list of places: as many of the first as fit."""
-        start = "" if key == UNSEARCHED else MAYBE
-        while places and len(start + compress(places)) > MAX_CHARACTERS:
+        while len(BETWEEN.join(places)) > MAX_CHARACTERS:
             places = places[:-1]
-        self.put(key, start + compress(places) if places else "")
+        self.put(key, BETWEEN.join(places))
+
+    def drop(self, key: str, place: str, times: int = 1) -> None:
+        """Remove the first occurrences of a place from a list, as many as there are and at most `times`."""
+        for _ in range(min(times, self.places(key).count(place))):
+            self.do(Delete(key, place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +186,7 @@ class Errands:
         thing, current = self.errand.thing, notes.state.current
         if m := TAKE.fullmatch(command):
             notes.put(HOLDING, command.removeprefix("take ").split(" from ")[0])
-            if left := _without_one(notes.places(m["thing"]), m["place"]):
-                notes.put_places(m["thing"], left)
-            elif notes.state.belief(m["thing"]):
-                notes.put(m["thing"], "")
+            notes.drop(m["thing"], m["place"])
             if current == f"find {m['thing']}":
                 notes.do(Fold(command))
         elif m := PUT.fullmatch(command):
@@ -211,8 +208,7 @@ class Errands:
         if not last.command.startswith("examine ") or not place:
             return
         for key in (*self._things(), self.errand.kind, self.errand.target, UNSEARCHED):
-            if place in (listed := notes.places(key)):
-                notes.put_places(key, [other for other in listed if other != place])
+            notes.drop(key, place, times=len(notes.places(key)))
 
     def _note_seen(self, notes: Notes, place: str, view: View) -> None:
         """Add the place to the lists of things that are there, remove it from others, and from those not searched."""
@@ -221,9 +217,10 @@ class Errands:
             if place == self._delivered(notes.state):
                 there = 0
             count = min(there, self.errand.count)
-            if count != listed.count(place):
+            if count > listed.count(place):
                 notes.put_places(name, [place] * count + [other for other in listed if other != place])
-        notes.put_places(UNSEARCHED, [other for other in notes.places(UNSEARCHED) if other != place])
+            notes.drop(name, place, times=listed.count(place) - count)
+        notes.drop(UNSEARCHED, place)
 
     def _delivered(self, state: BriefState) -> str:
         """Return the place that received the first of two things; "" if none did."""
@@ -340,35 +337,6 @@ class Errands:
         leads = self.leads(f"find {thing}", place)
         lead = next((lead for lead in leads if lead.place == place), None)
         return location(lead.scene, thing, lead.fact.place) if lead else otherwise
-
-
-def compress(places: Sequence[str]) -> str:
-    """Write names shorter: "cabinet 3, cabinet 2, cabinet 1, desk 1" is "cabinet 3-1, desk 1"."""
-    parts = list[str]()
-    for kind, names in groupby(places, kind_of):
-        numbers = [int(name.split(" ")[1]) for name in names]
-        runs = list[list[int]]()
-        for number in numbers:
-            step = number - runs[-1][-1] if runs else 0
-            if runs and abs(step) == 1 and (len(runs[-1]) == 1 or step == runs[-1][1] - runs[-1][0]):
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        parts.append(f"{kind} " + " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs))
-    return ", ".join(parts)
-
-
-def expand(text: str) -> list[str]:
-    """Read the names that `compress` wrote; other words are ignored."""
-    names = list[str]()
-    for part in text.split(", "):
-        if m := re.fullmatch(r"([a-z]+)((?: \d{1,4}(?:-\d{1,4})?)+)", part):
-            for run in m[2].split():
-                first, *last = map(int, run.split("-"))
-                end = last[0] if last else first
-                numbers = range(first, end + 1) if end >= first else range(first, end - 1, -1)
-                names += [f"{m[1]} {number}" for number in numbers]
-    return names
 
 
 def _without_one(places: Sequence[str], place: str) -> list[str]:

@@ -5,7 +5,8 @@ immutable value; four operations return a changed one (Create, Update, Delete, F
 task progress: creating it sets current and pending subgoals from a `; `-separated list, updating replaces them,
 deleting clears them. Every other key is a belief.
 
-Beliefs last until they are updated or deleted. Fold completes the current subgoal and leaves beliefs unchanged. The
+Beliefs last until they are updated or deleted. A belief may list items, separated by ", ", of which Delete removes one:
+a list that shrinks is not written again. Fold completes the current subgoal and leaves beliefs unchanged. The
 state is bounded: it holds the `MAX_ITEMS` latest beliefs and the `MAX_ITEMS` latest completed subgoals. An operation
 fails if its plan has more subgoals, or a text has more than `MAX_CHARACTERS` characters.
 """
@@ -19,7 +20,8 @@ from dataclasses import dataclass, replace
 from runtime.parsing import without_newlines
 
 PLAN = "plan"
-MAX_ITEMS, MAX_CHARACTERS = 32, 200
+MAX_ITEMS, MAX_CHARACTERS = 32, 800
+BETWEEN = ", "  # items of a list
 
 
 class BriefStateError(ValueError):
@@ -40,7 +42,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
+    """Delete a belief, or the first `item` of its list that reads so."""
+
     key: str
+    item: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class BriefState:
     completed: tuple[str, ...] = ()
     current: str = ""
     pending: tuple[str, ...] = ()
-    beliefs: tuple[Belief, ...] = ()  # in the order of their last change
+    beliefs: tuple[Belief, ...] = ()  # in the order of their last Create or Update
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", without_newlines(self.goal))
@@ -93,8 +98,10 @@ class BriefState:
             case Update(key, value) if key == PLAN:
                 _require(planned, "update: there is no plan")
                 return self._with_plan(_subgoals("update", value))
-            case Delete(key) if key == PLAN:
-                _require(planned, "delete: there is no plan")
+            case Delete(key, item) if key == PLAN:
+                _require(
+                    planned and not item, "delete: there is no plan" if not item else "delete: an item of the plan"
+                )
                 return self._with_plan(())
             case Create(key, value):
                 _require(key not in known, f"create: key exists: {key}")
@@ -104,9 +111,9 @@ class BriefState:
                 _require(key in known, f"update: no such key: {key}")
                 _require_short("update", value)
                 return replace(self, beliefs=(*self._beliefs_without(key), Belief(key, value)))
-            case Delete(key):
+            case Delete(key, item):
                 _require(key in known, f"delete: no such key: {key}")
-                return replace(self, beliefs=self._beliefs_without(key))
+                return self._without_item(key, item) if item else replace(self, beliefs=self._beliefs_without(key))
 
     def belief(self, key: str) -> str | None:
         """Return the value of a belief; None without it."""
@@ -114,6 +121,16 @@ class BriefState:
 
     def _beliefs_without(self, key: str) -> tuple[Belief, ...]:
         return tuple(belief for belief in self.beliefs if belief.key != key)
+
+    def _without_item(self, key: str, item: str) -> BriefState:
+        """Remove an item from a belief's list, which keeps its position; an empty list is deleted."""
+        items = (self.belief(key) or "").split(BETWEEN)
+        _require(item in items, f"delete: {key} does not list {item}")
+        items.remove(item)
+        if not items:
+            return replace(self, beliefs=self._beliefs_without(key))
+        shorter = Belief(key, BETWEEN.join(items))
+        return replace(self, beliefs=tuple(shorter if belief.key == key else belief for belief in self.beliefs))
 
     def _with_plan(self, subgoals: Sequence[str]) -> BriefState:
         current, *pending = subgoals or ("",)

@@ -4,6 +4,7 @@
     + cabinet 1: no mug                      Create a belief (key `plan`: the subgoals, `; `-separated)
     ~ cabinet 1: checked                     Update
     - cabinet 1                              Delete
+    - mug: cabinet 1                         Delete an item of a list
     ^ took mug 1                             Fold the current subgoal, with a one-line summary
     .                                        nothing (NOACTION)
 
@@ -123,8 +124,8 @@ def _render_op(op: Op) -> str:
     match op:
         case Create(key, value) | Update(key, value):
             return f"{CREATE if isinstance(op, Create) else UPDATE} {escape(key, ':')}: {value}"
-        case Delete(key):
-            return f"{DELETE} {escape(key, ':')}"
+        case Delete(key, item):
+            return f"{DELETE} {escape(key, ':')}" + (f": {item}" if item else "")
         case Fold(summary):
             return f"{FOLD} {summary}"
 
@@ -139,7 +140,7 @@ def _parse_op(sigil: str, body: str) -> Op | ParseError:
     if not key:
         return ParseError.EMPTY_FIELD
     if sigil == DELETE:
-        return ParseError.UNKNOWN_LINE if value else Delete(key)
+        return Delete(key, value)
     if not value:
         return ParseError.MISSING_VALUE
     return Create(key, value) if sigil == CREATE else Update(key, value)
@@ -147,7 +148,7 @@ def _parse_op(sigil: str, body: str) -> Op | ParseError:
 
 def _clean(op: Op) -> Op:
     fields = [one_line(field) for field in astuple(op)]
-    if not all(fields):
+    if not all(fields[:1] if isinstance(op, Delete) else fields):
         raise ValueError(f"an operation cannot hold an empty field: {op}")
     return type(op)(*fields)
 

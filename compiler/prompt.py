@@ -27,6 +27,7 @@ episodes taught), its current state and its current view. Decide what the acting
 {CREATE} key: value              note a new fact (key `plan`: the subgoals, separated by ;)
 {UPDATE} key: value              correct a fact
 {DELETE} key                     drop a fact that no longer holds
+{DELETE} key: item               drop one item of a list, such as a place that was searched
 {FOLD} summary                   the current subgoal is done
 {NOTHING}                        nothing is needed
 Give guidance only when a memory applies to the current subgoal and its conditions hold. One line each, nothing else."""

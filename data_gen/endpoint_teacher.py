@@ -65,9 +65,10 @@ are in view or noted, at every step that the memory supports. {rules}
 For example, at a first step:
 > in home 17 the mug was in cabinet 2 | go to cabinet 2
 + plan: find mug; heat mug; put mug in cabinet
-+ unsearched: cabinet 1-4, shelf 1, fridge 1
++ unsearched: cabinet 1, cabinet 2, shelf 1, fridge 1
 there:
 > mug 1 is in view; in home 17 first came take mug | take mug 1 from cabinet 2
+- unsearched: cabinet 2
 and when the mug has been taken:
 > in home 17 after take mug came heat mug with microwave | go to microwave 1
 ^ took mug 1 from cabinet 2""",

@@ -28,8 +28,9 @@ class PrefixStates:
 
 def attend_behind(query: Tensor, key: Tensor, value: Tensor, prefixes: PrefixStates, scale: float | None) -> Tensor:
     """Attend with queries (B, H, Q, d) to each row's prefix and, causally, to keys and values (B, G, Q, d): (B, H, Q,
-    d). H is a multiple of G."""
-    flat = [states for pair in prefixes.states for states in pair]
+    d). H is a multiple of G. Under autocast all are cast to the type of the values."""
+    flat = [states.to(value.dtype) for pair in prefixes.states for states in pair]
+    query, key = query.to(value.dtype), key.to(value.dtype)
     index = [torch.tensor(rows, device=query.device) for rows in prefixes.rows]
     return _AttendBehind.apply(scale, index, query, key, value, *flat)
 
@@ -56,9 +57,9 @@ class _AttendBehind(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, out, total, *flat = ctx.saved_tensors
         gradient, found = gradients[0].to(query.dtype), list[Tensor]()
-        of_query, of_key, of_value = _flash_backward(
-            gradient, query, key, value, out, total, 0.0, True, scale=ctx.scale
-        )
+        own = (tensor.float() for tensor in (gradient, query, key, value, out))  # faster than in bfloat16
+        of_own = _flash_backward(*own, total, 0.0, True, scale=ctx.scale)
+        of_query, of_key, of_value = (tensor.to(query.dtype) for tensor in of_own)
         for k, rows in enumerate(ctx.index):
             keys, values = flat[2 * k], flat[2 * k + 1]
             given, asked, read = (_fold(tensor[rows], keys) for tensor in (gradient, query, out))

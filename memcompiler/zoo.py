@@ -29,19 +29,20 @@ def zoo_gate(
     scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes (household).")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the scenes (household).")] = 1,
     pictures: Annotated[int, typer.Option(min=0, help="Pictures per entry to ask about (household).")] = 0,
-    world: World = "household",
+    world: Pair = "household",
     executor: Annotated[str | None, typer.Option(help="Executor to test, or `script`, its teacher (alfworld).")] = None,
-    compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="The compiler's checkpoint of SFT or GRPO (alfworld).")] = None,
-    split: Annotated[str, typer.Option(help="Split to test on (alfworld).")] = "valid_seen",
-    limit: Annotated[int | None, typer.Option(min=1, help="Number of games (alfworld; default: all).")] = None,
+    compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (real games).")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Its checkpoint of SFT or GRPO (real games).")] = None,
+    split: Annotated[str, typer.Option(help="Split to test on (real games).")] = "valid_seen",
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of games (real games; default: all).")] = None,
     work: Work = WORK,
 ) -> None:
     """Test the skills of shipped models that all results rest on; exit 1 if one fails.
 
     household: the compiler base names the places in entries and pictures. alfworld: an executor searches alone, follows
     guidance and reads pasted memory; a compiler names the right place, omits needless guidance, skips excluded places
-    and cites existing entries.
+    and cites existing entries. alfworld-frozen: a compiler says the command that its teacher says, is silent where
+    memory holds nothing of the kind, and plays with an executor that always obeys.
     """
     from configs.models import model_path
 
@@ -56,6 +57,12 @@ def zoo_gate(
     disable_library_progress_bars()
     work = work / world / "gate"
     results: list[GateResult] = []
+    if world == "alfworld-frozen":
+        from zoo.alfworld.command_gate import command_gates
+
+        if executor or not compiler:
+            raise typer.BadParameter("alfworld-frozen tests --compiler FOLDER: its executor is a public model")
+        _print_and_exit(command_gates(model_path(compiler), checkpoint, work=work, split=split, limit=limit))
     if executor:
         results += executor_gates(executor if executor == SCRIPT else model_path(executor), work, split, limit)
     if compiler:

@@ -20,7 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
-from zoo import attention
+from lm.attention import SHARED
+from lm.graph_cache import GraphCache
 from zoo.curriculum import IGNORE, Batch
 
 
@@ -40,8 +41,8 @@ class Batches(Dataset):
 class AnswerLoss:
     """Trainer mixin that computes logits only at labelled positions, about one in fifty.
 
-    Batches are padded on the right, so the causal mask suffices. `given` (B, G), padded on the left by `given_mask`,
-    holds prefixes that the model reads once; equally many sequences continue each of them.
+    Batches are padded on the right, so the causal mask suffices. `given` (E, G), with `given_mask`, holds prefixes
+    that the model reads once; `behind` (E,) says how many of the sequences continue each, in order.
     """
 
     bf16 = False  # multiply matrices in bfloat16
@@ -49,7 +50,7 @@ class AnswerLoss:
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
         """Compute the mean NLL of labelled tokens, and as outputs whether each is predicted. `equals` (labelled tokens,
         alternatives), padded with IGNORE, lists equally right tokens."""
-        other_inputs = ("labels", "attention_mask", "equals", "given", "given_mask")
+        other_inputs = ("labels", "attention_mask", "equals", "given", "given_mask", "behind")
         sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in other_inputs}
         labels = inputs["labels"][:, 1:]
         labelled = labels != IGNORE
@@ -69,25 +70,14 @@ class AnswerLoss:
 
 
 def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
-    """Encode the shared prefixes and return the forward arguments of their continuations."""
-    mask, (rows, length) = inputs["given_mask"], inputs["input_ids"].shape
-    each = rows // len(mask)
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    read = model.model(input_ids=inputs["given"], attention_mask=mask, position_ids=places, use_cache=True)
-    cache = read.past_key_values
-    if model.config._attn_implementation == attention.NAME:
-        bias = attention.HIDDEN * (1 - mask[:, None, None].float())
-        return {
-            "beginning": attention.Beginning([(layer.keys, layer.values) for layer in cache.layers], bias),
-            "position_ids": mask.sum(1).repeat_interleave(each)[:, None] + torch.arange(length),
-            "use_cache": False,
-        }
-    cache.batch_repeat_interleave(each)
-    known = mask.repeat_interleave(each, 0)
+    """Read the shared prefixes and return the forward arguments of their continuations."""
+    lengths, behind = inputs["given_mask"].sum(1), inputs["behind"]
+    cache = GraphCache.empty(model.config)
+    model.model(input_ids=inputs["given"], past_key_values=cache)
+    groups = [list(rows) for rows in torch.arange(int(behind.sum())).split(behind.tolist())]
     return {
-        "past_key_values": cache,
-        "attention_mask": torch.cat([known, known.new_ones(rows, length)], 1),
-        "position_ids": known.sum(1, keepdim=True) + torch.arange(length),
+        "past_key_values": cache.beside(groups, lengths.tolist()),
+        "position_ids": lengths.repeat_interleave(behind)[:, None] + torch.arange(inputs["input_ids"].shape[1]),
     }
 
 
@@ -175,6 +165,7 @@ def train_on_answers(
         optimizers=(_scaled_optimizer(model, settings, learning_rate_scales) if learning_rate_scales else None, None),
     )
     trainer.bf16 = bf16
+    model.set_attn_implementation(SHARED)
     return run_stage(trainer, folder)
 
 

@@ -8,9 +8,8 @@ import pytest
 from agent.command_teacher import CommandTeacher, Teaching, load_teacher
 from agent.deliveries import Delivery, find
 from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
-from agent.errand_guidance import compress, expand
 from agent.records import Episode, EpisodeContext
-from compiler.brief_state import BriefState, apply_ops
+from compiler.brief_state import BriefState, Delete, apply_ops
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from configs.collect import CollectConfig
@@ -78,9 +77,10 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     first = talk.hear(ROOM)
     assert (first.guidance, first.reason) == ("go to shelf 1", "in FloorPlan2 the mug was in shelf 9")
     assert talk.state.current == "find mug" and talk.state.pending == ("cool mug", "put mug in cabinet")
-    assert talk.state.belief("cool") == "maybe fridge 1" and talk.state.belief("cabinet") == "maybe cabinet 2-1"
+    assert talk.state.belief("cool") == "fridge 1" and talk.state.belief("cabinet") == "cabinet 2, cabinet 1"
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
     assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
+    assert lacks.ops == (Delete("mug", "shelf 1"), Delete("unsearched", "shelf 1"))
     seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
     assert seen.guidance == "take mug 2 from countertop 1" and "mug 2 is in view" in seen.reason
     taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
@@ -142,7 +142,7 @@ def test_a_thing_put_down_in_the_wrong_place_is_fetched_from_there() -> None:
     talk.hear(ROOM)
     talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
     put = talk.hear("You move the mug 2 to the shelf 1.", "move mug 2 to shelf 1")
-    assert talk.state.current == "find mug" and talk.state.belief("mug") == "maybe shelf 1"
+    assert talk.state.current == "find mug" and talk.state.belief("mug") == "shelf 1"
     assert put.guidance == "examine shelf 1"  # the answer does not show what is there
     assert talk.hear("You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1").guidance == "open fridge 1"
     emptied = "You open the fridge 1. The fridge 1 is open. In it, you see nothing."
@@ -306,23 +306,6 @@ def test_deliveries_take_the_level_of_the_settings() -> None:
 )
 def test_goals_in_alfworlds_words(goal: str, errand: Errand | None) -> None:
     assert read_errand(goal) == errand
-
-
-@pytest.mark.parametrize(
-    ("places", "short"),
-    [
-        (["cabinet 3", "cabinet 2", "cabinet 1", "desk 1"], "cabinet 3-1, desk 1"),
-        (["cabinet 9", "cabinet 8", "cabinet 5", "cabinet 6"], "cabinet 9-8 5-6"),
-        (["desk 1", "desk 1", "shelf 2", "desk 1"], "desk 1 1, shelf 2, desk 1"),
-        ([], ""),
-    ],
-)
-def test_lists_of_places_are_written_short_and_read_back(places: list[str], short: str) -> None:
-    assert compress(places) == short and expand(short) == places
-
-
-def test_expansion_ignores_what_is_no_list_of_places() -> None:
-    assert expand("not where memory says, shelf one, desk 123456, fridge 1") == ["fridge 1"]
 
 
 def test_what_an_episode_recalls_depends_on_seed_and_task_alone(tmp_path: Path) -> None:

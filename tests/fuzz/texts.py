@@ -156,7 +156,7 @@ OPERATIONS = {"+": brief_state.Create, "~": brief_state.Update, "-": brief_state
 
 
 def emission(guidance: str, reason: str, ops: Sequence[Sequence[str]]) -> Emission:
-    operations = [OPERATIONS[sigil](*fields[: 1 if sigil in "-^" else 2]) for sigil, *fields in ops]
+    operations = [OPERATIONS[sigil](*fields[: 1 if sigil == "^" else 2]) for sigil, *fields in ops]
     return Emission(guidance, reason, tuple(operations))
 
 

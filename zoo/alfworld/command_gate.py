@@ -30,7 +30,8 @@ from zoo.gates import GateResult
 
 THRESHOLD = 0.95
 WITHIN = (15, STEPS)
-TOKENS = 192  # maximum tokens of an emission
+TOKENS = 256  # maximum tokens of an emission
+BATCH = 16  # states that a compiler reads at once
 HOMES = {"home in the bank": {"own_scene": 1.0}, "home left out": {"own_scene": 0.0}}
 SILENT = {"memory empty": {"nothing": 1.0}, "other kinds alone": {"other_kinds": 1.0}}
 _SCENE = re.compile(r"\bin (\S+)")
@@ -44,7 +45,9 @@ def command_gates(
     for name, mix in (HOMES | SILENT).items():
         make_env, specs = material(work, seed, limit, split, mix)
         states = list(chain(*teacher_states(make_env, specs, seed)))
-        said = [each.emission for each in compiler.compile([state.request for state in states])]
+        requests = [state.request for state in states]
+        batches = (requests[i : i + BATCH] for i in range(0, len(requests), BATCH))
+        said = [compilation.emission for batch in batches for compilation in compiler.compile(batch)]
         judge = judged_silence if name in SILENT else judged
         results += judge(name, states, said)
         if name in SILENT:

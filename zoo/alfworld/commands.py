@@ -31,7 +31,7 @@ from data_gen.recall_mix import RecallMix
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
-from zoo import attention, stages
+from zoo import stages
 from zoo.alfworld.lessons import LengthPool, SceneLabels, Tokens, beginnings
 from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
 from zoo.alfworld.words import COMMAND_LEXICON
@@ -43,8 +43,8 @@ BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
-STATES = 8  # of an episode in a row of a batch
-RATE = 5e-4
+STATES = 16  # most states of an episode in a batch
+RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 STAGE = "commands"
 
@@ -54,7 +54,7 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    steps: int = 3000,
+    steps: int = 900,
     rows: int = 4,
     base: Path = BASE,
     rate: float = RATE,
@@ -64,7 +64,7 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         steps: optimizer steps.
-        rows: episodes per batch, of `STATES` states each.
+        rows: episodes per batch, of up to `STATES` states each.
         base: folder of the compiler base.
         rate: peak learning rate.
     """
@@ -77,7 +77,6 @@ def train_compiler(
         learned, held_out = (
             EpisodeBatches(model, tokenizer, played, rows) for played in played_states(work, seed, games)
         )
-        model.set_attn_implementation(attention.NAME)
         model = train_stage(
             model,
             work,
@@ -217,8 +216,8 @@ def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisod
 
 
 class EpisodeBatches:
-    """Batches of `rows` episodes with memories of similar length and `STATES` states each, whose common beginning the
-    model reads once."""
+    """Batches of `rows` episodes with memories of similar length and up to `STATES` states each, whose common beginning
+    the model reads once."""
 
     def __init__(
         self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, played: Sequence[Sequence[State]], rows: int
@@ -235,21 +234,17 @@ class EpisodeBatches:
         return self._batch([self._pool.near(length, rng) for _ in range(self._rows)], rng)
 
     def _batch(self, episodes: Sequence[EncodedEpisode], rng: random.Random) -> Batch:
-        begun, ids, labels = list[list[int]](), list[list[int]](), list[list[int]]()
+        begun, behind, ids, labels = list[list[int]](), list[int](), list[list[int]](), list[list[int]]()
         for episode in episodes:
             exchanged = self._labels.exchange(rng)
             begun.append(exchanged[list(episode.given)].tolist())
-            for i in _drawn(len(episode.rests), rng):
+            behind.append(min(STATES, len(episode.rests)))
+            for i in rng.sample(range(len(episode.rests)), behind[-1]):
                 rest, emission = (exchanged[list(part[i])].tolist() for part in (episode.rests, episode.emissions))
                 ids.append([*rest, *emission])
                 labels.append([IGNORE] * len(rest) + emission)
         return {
             "input_ids": pad(ids, self._pad_id),
             "labels": pad(labels, IGNORE),
-            **beginnings(begun, self._pad_id),
+            **beginnings(begun, behind, self._pad_id),
         }
-
-
-def _drawn(states: int, rng: random.Random) -> list[int]:
-    """Draw `STATES` of an episode's states, each once if there are enough."""
-    return rng.sample(range(states), STATES) if states >= STATES else rng.choices(range(states), k=STATES)

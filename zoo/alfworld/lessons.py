@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from agent.expert import MOST
@@ -123,8 +124,7 @@ def _shared(ids: Iterable[int]) -> list[int]:
 def step_batch(
     labels: SceneLabels, rows: Sequence[Sequence[EncodedStep]], rng: random.Random, pad_id: int, refused: int
 ) -> Batch:
-    """Batch rows of equally many steps, each with a drawn command; the model reads a row's shared beginning once, as
-    `given`, which is padded on the left."""
+    """Batch rows of steps, each with a drawn command; the model reads a row's shared beginning once."""
     begun, ids, targets, equals = [], [], [], []
     for steps in rows:
         exchanged = labels.exchange(rng)
@@ -139,16 +139,14 @@ def step_batch(
         "input_ids": pad(ids, pad_id),
         "labels": pad(targets, IGNORE),
         "equals": pad(equals, IGNORE),
-        **beginnings(begun, pad_id),
+        **beginnings(begun, [len(steps) for steps in rows], pad_id),
     }
 
 
-def beginnings(begun: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Pad the rows' shared beginnings on the left, with their mask."""
-    return {
-        "given": pad([list(row[::-1]) for row in begun], pad_id).flip(1),
-        "given_mask": pad([[1] * len(row) for row in begun], 0).flip(1),
-    }
+def beginnings(begun: list[list[int]], behind: Sequence[int], pad_id: int) -> Batch:
+    """Pad shared beginnings, each of which so many rows continue, with their mask."""
+    mask = [[1] * len(row) for row in begun]
+    return {"given": pad(begun, pad_id), "given_mask": pad(mask, 0), "behind": torch.tensor(behind)}
 
 
 def _draw_command(step: EncodedStep, rng: random.Random, refused: int) -> tuple[Tokens, list[set[int]]]:
