@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from eval.table import markdown_table
 from runtime.progress import disable_library_progress_bars
 
 WAYS: tuple[Batching, Batching] = ("lockstep", "continuous")
-AT_ONCE = 256  # threads that give requests to saturated engines
+PARTS = 16  # calls, at the same moment, that give all requests of a role to a saturated engine
 ACTION_TOKENS = 4
 EXPERIENCE = 32  # episodes of the expert in memory
 
@@ -148,7 +149,7 @@ class _Player:
         calls = [*self.compiler.calls(), *self.executor.calls()]
         for role in (self.compiler, self.executor):
             role.begin()
-        with ThreadPoolExecutor(min(AT_ONCE, len(calls))) as threads:
+        with ThreadPoolExecutor(len(calls)) as threads:
             started = time.perf_counter()
             list(threads.map(lambda call: call(), calls))
             return time.perf_counter() - started
@@ -180,11 +181,13 @@ class _Recording:
             loop.call(loop.llm.llm_engine.reset_prefix_cache)
 
     def calls(self) -> list[Callable[[], Any]]:
-        """Return a call for each request."""
-        return [
-            lambda method=method, arguments=arguments: getattr(self.model, method)(*([one] for one in arguments))
-            for method, arguments in self.seen
-        ]
+        """Return `PARTS` calls that make all requests again: few, because hundreds of threads would take turns for
+        Python's lock instead of keeping the engine busy."""
+        return [partial(self._again, part) for i in range(PARTS) if (part := self.seen[i::PARTS])]
+
+    def _again(self, part: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        method = part[0][0]  # a role has one
+        return getattr(self.model, method)(*map(list, zip(*(arguments for _, arguments in part), strict=True)))
 
 
 def _specs(envs: Environments, config: EvalConfig, folder: Path, number: int) -> list[EpisodeSpec]:
