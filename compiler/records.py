@@ -119,6 +119,8 @@ class Compiler(Protocol):
 
     With an attribute `batched = False`, the loop calls it at once for one state. With an attribute `needs_expert`, the
     loop passes a list of `agent.records.EpisodeContext` beside the requests; if it is True, with the expert's plan.
+    With `concurrent = True`, several threads may call it at a time, and gain by it. With `takes_seeds = True`, it takes
+    a list of seeds beside the requests, by which it draws each of them as if it were alone.
     """
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...

@@ -12,6 +12,7 @@ from memcompiler.options import command_group
 
 PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "environment": "Measure environments and rollouts.",
+    "rollout": "Compare continuous with lockstep batching of rollouts.",
     "training": "Measure SFT beside transformers.Trainer.",
     "prefixes": "Compare training with and without shared prefixes.",
     "serving": "Measure serving: deliveries, compile speed, load.",
