@@ -28,6 +28,7 @@ import typer
 from benchmarks.trl.task import Measured, Sizes, make_models, make_task
 from benchmarks.trl.turns import take_turns
 from eval.table import markdown_table
+from runtime.progress import disable_library_progress_bars
 
 app = typer.Typer()
 SIDES = {"MemCompiler": "benchmarks.trl.ours", "TRL": "benchmarks.trl.theirs"}
@@ -54,6 +55,7 @@ def trl(
     """Compare a step of ours with TRL's on the same rows: seconds, processor seconds, peak memory, losses."""
     if batch % micro:
         raise typer.BadParameter("--micro must divide --batch: GRPOTrainer's micro-batches have one size")
+    disable_library_progress_bars()
     sizes = Sizes(batch, micro, 1 + steps, prompt=prompt, common=common, completion=completion, soft=soft_tokens)
     with tempfile.TemporaryDirectory() as folder:
         made, stand_in = make_models(Path(folder), hidden=hidden, layers=layers, only_stand_in=bool(model))
