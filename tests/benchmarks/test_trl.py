@@ -41,7 +41,7 @@ def test_the_command_compares_both_sides_in_processes_of_their_own():
         if line.startswith(("| MemCompiler", "| TRL"))
     )
     assert mine[-2:] == pytest.approx(other[-2:], abs=1e-4)  # loss and gradient norm after an update
-    assert 0 < mine[4] < mine[3] and 0 < other[4] < other[3]  # the steps' memory, and the processes' with libraries
+    assert 0 <= mine[4] < mine[3] and 0 <= other[4] < other[3]  # what the steps added, and the whole process
     ratio = float(re.findall(r"^ratio: (\S+)$", done.output, re.M)[0])
     assert ratio == pytest.approx(other[1] / mine[1], rel=0.3)
 
