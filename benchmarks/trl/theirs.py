@@ -39,6 +39,7 @@ from zoo.curriculum import IGNORE
 def run(task: Task, out: Path, wait: Wait, tell: Tell) -> None:
     """Take the task's steps, each after `wait`, and pass what each took to `tell`."""
     trainer = (_sft if task.stage == "sft" else _grpo)(task, out)
+    assert trainer.model is not None
     fill_lora(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Turns(task, wait, tell))
@@ -108,12 +109,13 @@ class GivenCompletions(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows, device = self.batches[int(inputs[0]["prompt"])], self.accelerator.device
+        blank: Any = self._tokenizer.pad_token_id
         given = {}
         for name, side, texts in (
             ("prompt", "left", [torch.tensor(row.prompt) for row in rows]),
             ("completion", "right", [torch.tensor(row.completion) for row in rows]),
         ):
-            given[f"{name}_ids"] = pad(texts, padding_value=self._tokenizer.pad_token_id, padding_side=side)
+            given[f"{name}_ids"] = pad(texts, padding_value=blank, padding_side=side)
             given[f"{name}_mask"] = pad([torch.ones_like(ids) for ids in texts], padding_value=0, padding_side=side)
         given["advantages"] = torch.tensor([row.advantage for row in rows])
         given["num_items_in_batch"] = given["completion_mask"].sum()
