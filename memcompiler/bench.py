@@ -15,6 +15,7 @@ PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "rollout": "Compare continuous with lockstep batching of rollouts.",
     "training": "Measure SFT beside transformers.Trainer.",
     "prefixes": "Compare training with and without shared prefixes.",
+    "trl": "Compare a training step with TRL's on the same rows.",
     "serving": "Measure serving: deliveries, compile speed, load.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }
