@@ -74,7 +74,7 @@ def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
     lengths, behind = inputs["given_mask"].sum(1), inputs["behind"]
     cache = GraphCache.empty(model.config)
     model.model(input_ids=inputs["given"], past_key_values=cache)
-    groups = [list(rows) for rows in torch.arange(int(behind.sum())).split(behind.tolist())]
+    groups = [rows.tolist() for rows in torch.arange(int(behind.sum())).split(behind.tolist())]
     return {
         "past_key_values": cache.beside(groups, lengths.tolist()),
         "position_ids": lengths.repeat_interleave(behind)[:, None] + torch.arange(inputs["input_ids"].shape[1]),
