@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.trl import ours, theirs
 from benchmarks.trl.task import Measured, Sizes, make_models, make_task
 from memcompiler.cli import app
 from runtime.progress import disable_library_progress_bars
@@ -16,6 +15,8 @@ from runtime.progress import disable_library_progress_bars
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_steps_have_trls_losses_and_gradients_also_after_updates(tmp_path: Path, stage, checkpointing):
+    from benchmarks.trl import ours, theirs  # TRL imports Ray, which then reads whether clusters need a token
+
     disable_library_progress_bars()
     sizes = Sizes(batch=4, micro=2, steps=3, prompt=24, completion=8, common=16, soft=4)
     model, stand_in = make_models(tmp_path, hidden=32, layers=2)
