@@ -11,21 +11,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agent.batching import Backend, StepBatcher, results_of, takes_seeds
+from compiler.records import batches_continuously
 from configs.models import Batching
 
 T = TypeVar("T")
 
 
 def batcher_for(batching: Batching, owners: Sequence[object]) -> StepBatcher | ContinuousBatcher:
-    """Create what runs episodes whose compiler and executor are `owners` (None where there is none).
-
-    `auto` is continuous where all of them that are batched are thread-safe (`concurrent`), as engines over HTTP or in
-    vLLM are, and lockstep otherwise.
-    """
+    """Create what runs episodes whose compiler and executor are `owners` (None where there is none)."""
     batched = [owner for owner in owners if owner is not None and getattr(owner, "batched", True)]
-    suits = bool(batched) and all(getattr(owner, "concurrent", False) for owner in batched)
-    continuous = batching == "continuous" or (batching == "auto" and suits)
-    return ContinuousBatcher() if continuous else StepBatcher()
+    return ContinuousBatcher() if batches_continuously(batching, batched) else StepBatcher()
 
 
 class ContinuousBatcher:
@@ -74,7 +69,7 @@ class ContinuousBatcher:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Call in a thread. One whose result nobody waits for any more does not hold up the end of the program."""
+    """Call in a thread. The program can end while a call runs whose caller was cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

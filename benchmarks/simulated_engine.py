@@ -106,7 +106,7 @@ class SimulatedLLM:
         self._waiting = deque(request for request in self._waiting if request.id not in gone)
 
     def step(self) -> list[Any]:
-        """Write a token of every running request, and return the outputs of those that end."""
+        """Write one token of every running request; return the outputs of the requests that are complete."""
         while self._waiting and len(self._running) < self.max_num_seqs:
             request = self._waiting.popleft()
             self._check_adapter(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from configs.models import Batching
     from lm.prompt import Prompt
 
 
@@ -103,6 +104,13 @@ StillWanted = Callable[[int], bool]
 def never_cancelled(i: int) -> bool:
     """Never cancel a request."""
     return True
+
+
+def batches_continuously(batching: Batching, owners: Collection[object]) -> bool:
+    """Return whether requests to these compilers and executors need not wait for each other: `auto` is continuous where
+    all of them are thread-safe (`concurrent`), as engines over HTTP or in vLLM are."""
+    thread_safe = bool(owners) and all(getattr(owner, "concurrent", False) for owner in owners)
+    return batching == "continuous" or (batching == "auto" and thread_safe)
 
 
 class Gate(Protocol):

@@ -44,7 +44,7 @@ _SERIALS = itertools.count(1)  # of adapters, which engine and prefix cache iden
 
 @dataclass(slots=True, eq=False)
 class ServedWeights:
-    """An adapter in the engine with its projector. Both stay until nobody uses them any more."""
+    """An adapter in the engine with its projector, which are removed when `users` is 0."""
 
     lora: LoRARequest | None
     projector: Projector
@@ -108,7 +108,7 @@ class VllmCompiler(TokenCompiler):
         self.release(before)
 
     def add_weights(self, folder: Path, version: int, projector: Projector) -> ServedWeights:
-        """Load weights beside those that there are, until they are released (`release`); else as `load_adapter`.
+        """Load further weights, which stay in the engine until `release`. Arguments and errors: as `load_adapter`.
 
         Every adapter gets a new directory, name and number: engine and prefix cache identify adapters by these, and
         would serve stale weights for an adapter that is overwritten in place.
@@ -295,7 +295,7 @@ def engine_settings(lora_rank: int, ngram: int = 0) -> dict[str, Any]:
     return {
         **SETTINGS,
         "enable_lora": True,
-        "max_loras": 2,  # of the present weights, and of those that requests in flight began with
+        "max_loras": 2,  # the present weights, and those of requests that began before a change
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
         "logprobs_mode": "processed_logprobs",  # of the sampled distribution, as training scores it
         "worker_extension_cls": EXTENSION,

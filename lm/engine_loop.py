@@ -182,7 +182,7 @@ class EngineLoop:
             self._running[str(states[id].external_req_id)] = _Running(batch, place, id)
 
     def _step(self) -> list[tuple[_Running, Any]]:
-        """Abort what nobody wants, and step once; return what has ended, with its output."""
+        """Abort the requests that are no longer wanted, and step once; return the ended requests with their outputs."""
         late = {name: one for name, one in self._running.items() if not one.batch.wanted(one.place)}
         if late:
             self.llm.llm_engine.abort_request([one.id for one in late.values()], internal=True)

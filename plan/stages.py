@@ -224,16 +224,7 @@ def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -
 
 def plan_serve(config: ServeConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan a compiler service."""
-    return _playing(
-        "serve",
-        "service",
-        compiler=config.compiler,
-        executor=None,
-        concurrency=config.batch,
-        lengths=lengths,
-        gpu=gpu,
-        gpus=gpus,
-    )
+    return _serving("serve", "service", config, lengths, gpu=gpu, gpus=gpus)
 
 
 def plan_proxy(config: ProxyConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
@@ -246,9 +237,16 @@ def plan_proxy(config: ProxyConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Pl
         raise ConfigError("compiler.engine=http: this proxy loads no model; plan the compiler service that it asks")
     if config.compiler.checkpoint is None:
         raise ConfigError("compiler.checkpoint=null: this proxy loads no model, so there is nothing to plan")
+    return _serving("proxy", "proxy", config, lengths, gpu=gpu, gpus=gpus)
+
+
+def _serving(
+    stage: str, process: str, config: ServeConfig | ProxyConfig, lengths: Lengths, gpu: Gpu, gpus: int
+) -> Plan:
+    """Plan a process that compiles and does not act."""
     return _playing(
-        "proxy",
-        "proxy",
+        stage,
+        process,
         compiler=config.compiler,
         executor=None,
         concurrency=config.batch,

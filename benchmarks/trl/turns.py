@@ -17,7 +17,7 @@ PATIENCE_S = 3600.0  # longest time for loading a model and taking a step
 
 
 def take_turns(task: Task, sides: Mapping[str, str], folder: Path) -> list[list[Measured]]:
-    """Let the sides (modules with a `run`, by name) take the task's steps in turns; return what each step of each took.
+    """Run the task's steps on each side (name and module with a `run`) in turns; return each side's measurements.
 
     Raises:
         ProcessError: a side ended early, or does not answer.

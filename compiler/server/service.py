@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from compiler.base import TokenCompiler
 from compiler.client import SamplingBody
-from compiler.records import Compilation, CompileRequest, Decoding, StillWanted
+from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, batches_continuously
 from configs.models import ServeConfig
 
 log = logging.getLogger("memcompiler.service")
@@ -193,8 +193,7 @@ class CompilerService:
         except Exception as error:
             self.failure = error
             return
-        chosen = self.config.batching
-        if chosen == "continuous" or (chosen == "auto" and getattr(self.compiler, "concurrent", False)):
+        if batches_continuously(self.config.batching, [self.compiler]):
             self._compile_continuously(self.compiler)
         while True:
             jobs = sorted(self._take(), key=attrgetter("group"))

@@ -70,7 +70,7 @@ def attributes_by_rule(trace: Trace, done: Sequence[StepEffect], reader: Command
 
 
 def with_answer(by_rule: Attributes, answer: Mapping[str, Any]) -> Attributes:
-    """Replace attributes that were written by rule with those that a model's answer contains."""
+    """Replace the attributes written by rule by those in a model's answer."""
     given = {name: answer[name] for name in ("keywords", "tags", "context") if answer.get(name)}
     return replace(by_rule, **{name: v if isinstance(v, str) else tuple(v) for name, v in given.items()})
 

@@ -304,7 +304,7 @@ def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
 
 
 class SideBySide(Fake):
-    """A thread-safe compiler: `endless` requests last until nobody wants them, others until `gate` opens. An emission
+    """A thread-safe compiler: `endless` requests last until they are cancelled, others until `gate` opens. An emission
     says the request's goal, its decoding and its seed."""
 
     concurrent = True

@@ -65,7 +65,7 @@ def test_known_tokens_keep_their_embeddings_and_new_ones_get_their_length():
 def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
     model, episodes = tiny_model(NEW), [STATES, played("in FloorPlan1: put a pan in shelf", "a", "You see a pan 1.")]
     batch = commands.EpisodeBatches(model, NEW, episodes, rows=2).draw(random.Random(1))
-    given = [row[mask == 1].tolist() for row, mask in zip(batch["given"], batch["given_mask"], strict=True)]
+    given = [row[:n].tolist() for row, n in zip(batch["given"], batch["given_lengths"], strict=True)]
     begun = [row for row, n in zip(given, batch["behind"].tolist(), strict=True) for _ in range(n)]
     join = lambda name, start: [[*start(row), *rest.tolist()] for row, rest in zip(begun, batch[name], strict=True)]
     whole = {
@@ -88,7 +88,7 @@ def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
 def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_labels():
     backbone = Backbone(tiny_model(NEW), NEW)
     batch = commands.EpisodeBatches(backbone.model, NEW, [STATES], rows=1).draw(random.Random(0))
-    begun = batch["given"][0][batch["given_mask"][0] == 1].tolist()
+    begun = batch["given"][0][: batch["given_lengths"][0]].tolist()
     expected = {
         NEW.decode(backbone.encode(compiler_parts(state.request, images=False)).ids).replace(
             "FloorPlan7", "SCENE"
