@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent.command_teacher import CommandTeacher
 from agent.records import EpisodeContext
-from compiler.brief_state import BriefState
-from compiler.language import Emission
+from compiler.brief_state import BriefState, Create
+from compiler.language import Emission, render
 from compiler.prompt import compiler_parts
-from compiler.records import CompileRequest
+from compiler.records import Compilation, CompileRequest
 from envs.alfworld.export import export_split
 from envs.household.command_reader import AlfworldReader
 from envs.household.environment import HouseholdEnvironment
@@ -49,6 +51,10 @@ GOAL = "in FloorPlan7: put a mug in cabinet"
 STATES = played(GOAL, "You see a cabinet 1.", "Nothing happens.", "You arrive at shelf 1.")
 
 
+def encoded(*episodes: list[commands.State]) -> list[commands.EncodedEpisode]:
+    return [commands.encode_episode(Backbone(tiny_model(NEW), NEW), states) for states in episodes]
+
+
 def test_known_tokens_keep_their_embeddings_and_new_ones_get_their_length():
     old = tiny_model(OLD)
     before, text = old.get_input_embeddings().weight.clone(), "go to shelf 1"
@@ -63,8 +69,9 @@ def test_known_tokens_keep_their_embeddings_and_new_ones_get_their_length():
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
-    model, episodes = tiny_model(NEW), [STATES, played("in FloorPlan1: put a pan in shelf", "a", "You see a pan 1.")]
-    batch = commands.EpisodeBatches(model, NEW, episodes, rows=2).draw(random.Random(1))
+    model = tiny_model(NEW)
+    episodes = encoded(STATES, played("in FloorPlan1: put a pan in shelf", "a", "You see a pan 1."))
+    batch = commands.EpisodeBatches(NEW, [episodes], rows=2).draw(random.Random(1))
     given = [row[:n].tolist() for row, n in zip(batch["given"], batch["given_lengths"], strict=True)]
     begun = [row for row, n in zip(given, batch["behind"].tolist(), strict=True) for _ in range(n)]
     join = lambda name, start: [[*start(row), *rest.tolist()] for row, rest in zip(begun, batch[name], strict=True)]
@@ -87,7 +94,7 @@ def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
 
 def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_labels():
     backbone = Backbone(tiny_model(NEW), NEW)
-    batch = commands.EpisodeBatches(backbone.model, NEW, [STATES], rows=1).draw(random.Random(0))
+    batch = commands.EpisodeBatches(NEW, [encoded(STATES)], rows=1).draw(random.Random(0))
     begun = batch["given"][0][: batch["given_lengths"][0]].tolist()
     expected = {
         NEW.decode(backbone.encode(compiler_parts(state.request, images=False)).ids).replace(
@@ -101,6 +108,41 @@ def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_
         assert NEW.decode(labels[labels != IGNORE]) == expected[prompt.replace(scene, "SCENE")]
 
 
+def test_exchanged_numbers_are_those_of_things_and_equal_in_a_whole_episode():
+    view = "On the shelf 1, you see a mug 1, a mug 2, and a pan 9."
+    states = [commands.State(CompileRequest(GOAL, (), None, view, history=()), "> x | take mug 2 from shelf 1")]
+    batches = commands.EpisodeBatches(NEW, [encoded(states)], rows=1, numbers=True)
+    seen = set()
+    for seed in range(20):
+        batch = batches.draw(random.Random(seed))
+        text = NEW.decode([*batch["given"][0].tolist(), *batch["input_ids"][0].tolist()])
+        first, second, pan = re.search(r"shelf 1, you see a mug (\d), a mug (\d), and a pan (\d)\.", text).groups()
+        assert f"take mug {second} from shelf 1" in text and len({first, second, pan}) == 3
+        seen.add((first, second, pan))
+    assert len(seen) > 5 and ("1", "2", "9") in seen
+
+
+@dataclass
+class Mute:
+    """A compiler that says nothing, and takes one note."""
+
+    needs_expert = False
+
+    def compile(self, requests, contexts=()):
+        said = Emission(ops=(Create("seen", "nothing"),))
+        return [Compilation(render(said), said, request=request) for request in requests]
+
+
+def test_states_of_a_compiler_hold_its_own_notes_and_the_teacher_s_emissions(tmp_path, monkeypatch):
+    export_split(HouseholdEnvironment(scenes={"train": 2}, images=False), "train", tmp_path / "data", limit=3)
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "data"))
+    make_env, specs = commands.material(tmp_path / "bank", 0, 3)
+    (first, *states), *_ = commands.recorded_states(make_env, specs, 0, Mute())
+    teacher = CommandTeacher(reader=AlfworldReader())
+    assert all(state.request.state.belief("seen") == "nothing" for state in states)
+    assert all(state.emission == render(teacher.emission(state.request)) for state in (first, *states))
+
+
 @pytest.mark.slow
 def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypatch):
     export_split(HouseholdEnvironment(scenes={"train": 2}, images=False), "train", tmp_path / "data", limit=6)
@@ -108,9 +150,11 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
     base = tmp_path / "base"
     tiny_model(OLD).save_pretrained(base)
     OLD.save_pretrained(base)
-    commands.train_compiler(tmp_path / "out", tmp_path / "work", games=4, steps=2, rows=1, base=base)
+    commands.train_compiler(
+        tmp_path / "out", tmp_path / "work", games=4, steps=2, rows=2, base=base, own_games=2, own_steps=1
+    )
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
-    assert record["steps"] == {"commands": 2} and load_backbone(tmp_path / "out", torch.float32, "cpu")
+    assert record["steps"] == {"commands": 2, "own_states": 1} and load_backbone(tmp_path / "out", torch.float32, "cpu")
     export_split(HouseholdEnvironment(scenes={"valid_seen": 2}, images=False), "valid_seen", tmp_path / "data", limit=2)
     results = {r.name: r for r in command_gates(str(tmp_path / "out"), None, tmp_path / "work/gate", "valid_seen", 2)}
     assert not results["home in the bank: right command"].passed  # an untrained model

@@ -19,18 +19,16 @@ from compiler.brief_state import apply_ops
 from compiler.build import load_compiler
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, parse
-from compiler.records import Compiler, CompileRequest, Decoding
+from compiler.records import Compiler, CompileRequest
 from configs.models import CompilerConfig
 from eval.metrics import succeeded
 from lm.backbone import load_backbone
-from soft_mem.projector import Projector, ProjectorConfig
-from zoo.alfworld.commands import READER, STEPS, Follower, State, material, teacher_states
+from zoo.alfworld.commands import READER, STEPS, TOKENS, Follower, State, material, recorded_states, text_compiler
 from zoo.alfworld.play import run_games
 from zoo.gates import GateResult
 
 THRESHOLD = 0.95
 WITHIN = (15, STEPS)
-TOKENS = 256  # maximum tokens of an emission
 BATCH = 16  # states that a compiler reads at once
 HOMES = {"home in the bank": {"own_scene": 1.0}, "home left out": {"own_scene": 0.0}}
 SILENT = {"memory empty": {"nothing": 1.0}, "other kinds alone": {"other_kinds": 1.0}}
@@ -44,7 +42,7 @@ def command_gates(
     compiler, results = load(model, checkpoint), list[GateResult]()
     for name, mix in (HOMES | SILENT).items():
         make_env, specs = material(work, seed, limit, split, mix)
-        states = list(chain(*teacher_states(make_env, specs, seed)))
+        states = list(chain(*recorded_states(make_env, specs, seed)))
         requests = [state.request for state in states]
         batches = (requests[i : i + BATCH] for i in range(0, len(requests), BATCH))
         said = [compilation.emission for batch in batches for compilation in compiler.compile(batch)]
@@ -102,6 +100,4 @@ def load(model: str, checkpoint: str | None) -> MemoryCompiler:
             model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
         )
         return load_compiler(settings, None)
-    backbone = load_backbone(model, torch.float32, "cpu")
-    projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # required, and unused here
-    return MemoryCompiler(backbone, projector, Decoding(max_new_tokens=TOKENS))
+    return text_compiler(load_backbone(model, torch.float32, "cpu"))

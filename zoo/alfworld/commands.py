@@ -4,40 +4,52 @@
 
 The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw entries, then learns the emissions of
 the teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no
-entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. An agent that
-follows the teacher's commands, and strays at some steps, visits the states. Scene labels are exchanged at random.
+entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. Scene labels are
+exchanged at random. There are two stages:
+
+1. `commands`: an agent that follows the teacher's commands, and strays at some steps, visits the states.
+2. `own_states`: half of the states come from an agent that follows the compiler of the first stage, with the Brief
+   States that it wrote (DAgger, Ross et al. 2011). The numbers of things are exchanged at random too, so that they have
+   to be read and not guessed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
+from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.records import EpisodeContext
+from compiler.hf import MemoryCompiler
 from compiler.language import render
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from configs.evaluation import EvalMemoryConfig
+from configs.models import Speed
 from data_gen.recall_mix import RecallMix
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
+from soft_mem.projector import Projector, ProjectorConfig
 from zoo import stages
-from zoo.alfworld.lessons import LengthPool, SceneLabels, Tokens, beginnings
+from zoo.alfworld.lessons import LengthPool, SceneLabels, beginnings
 from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
-from zoo.alfworld.words import COMMAND_LEXICON
+from zoo.alfworld.words import COMMAND_LEXICON, NUMBERS
 from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer
-from zoo.recipes import train_stage, write_model
+from zoo.recipes import Draw, train_stage, write_model
 
 BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
@@ -46,7 +58,11 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-STAGE = "commands"
+STAGE, OWN_STATES = "commands", "own_states"
+OWN_GAMES = 600  # that the compiler of the first stage plays
+CHUNK = 128  # games whose states are in memory at once
+TOKENS = 256  # maximum tokens of an emission
+PREFIX_MIB = 1024  # of prompts that the compiler has read
 
 
 def train_compiler(
@@ -58,36 +74,35 @@ def train_compiler(
     rows: int = 4,
     base: Path = BASE,
     rate: float = RATE,
+    own_games: int = OWN_GAMES,
+    own_steps: int = 300,
 ) -> None:
     """Train the compiler of commands.
 
     Args:
         games: number of train games (default: all).
-        steps: optimizer steps.
+        steps: optimizer steps of the first stage.
         rows: episodes per batch, of up to `STATES` states each.
         base: folder of the compiler base.
-        rate: peak learning rate.
+        rate: peak learning rate; half of it in the second stage.
+        own_games: number of train games of the second stage.
+        own_steps: optimizer steps of the second stage.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
-    model = LlamaForCausalLM.from_pretrained(
-        work / STAGE if stages.finished(work / STAGE) else base, dtype=torch.float32
-    )
+    make_env, specs = material(work, seed, games)
+    learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
+    model = _first_model(work, base, tokenizer, seed)
     if not stages.finished(work / STAGE):
-        model = with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
-        learned, held_out = (
-            EpisodeBatches(model, tokenizer, played, rows) for played in played_states(work, seed, games)
+        played = (EpisodeStates(make_env, of, seed, model, tokenizer) for of in (learned, held_out))
+        draws = (EpisodeBatches(tokenizer, (states.of_teacher(),), rows).draw for states in played)
+        model = _train(model, work, STAGE, seed, steps, draws, rate)
+    if not stages.finished(work / OWN_STATES):
+        played = (EpisodeStates(make_env, evenly(of, own_games), seed, model, tokenizer) for of in (learned, held_out))
+        draws = (
+            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler()), rows, numbers=True).draw
+            for states in played
         )
-        model = train_stage(
-            model,
-            work,
-            name=STAGE,
-            seed=seed,
-            steps=steps,
-            draw=learned.draw,
-            exam=held_out.draw,
-            rate=rate,
-            bf16=True,
-        )
+        model = _train(model, work, OWN_STATES, seed, own_steps, draws, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
     write_model(
         "compiler --world alfworld-frozen",
@@ -95,9 +110,30 @@ def train_compiler(
         model=model.half(),
         processor=tokenizer,
         work=work,
-        names=(STAGE,),
-        settings=settings,
+        names=(STAGE, OWN_STATES),
+        settings=settings | {"own_games": own_games, "own_steps": own_steps},
     )
+
+
+def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
+    done = next((work / name for name in (OWN_STATES, STAGE) if stages.finished(work / name)), None)
+    model = LlamaForCausalLM.from_pretrained(done or base, dtype=torch.float32)
+    return model if done else with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
+
+
+def _train(
+    model: LlamaForCausalLM, work: Path, name: str, seed: int, steps: int, draws: Iterator[Draw], rate: float
+) -> LlamaForCausalLM:
+    """Train a stage on the batches of the learned games; the held-out ones are its exam."""
+    draw, exam = draws
+    trained = train_stage(model, work, name=name, seed=seed, steps=steps, draw=draw, exam=exam, rate=rate, bf16=True)
+    return trained  # type: ignore[return-value]
+
+
+def evenly(specs: Sequence[EpisodeSpec], count: int) -> Sequence[EpisodeSpec]:
+    """Return every n-th of the games, about `count` of them."""
+    return specs[:: max(len(specs) // count, 1)]
 
 
 def with_vocabulary(
@@ -128,9 +164,11 @@ class State:
 
 @dataclass
 class StateRecorder:
-    """The teacher of level `command`, which records the states of every episode."""
+    """Records the states of every episode with the emissions of the teacher of level `command`; delivers the teacher's
+    emission, or that of a `compiler`."""
 
     needs_expert: ClassVar[bool] = False
+    compiler: Compiler | None = None
     teacher: CommandTeacher = field(default_factory=lambda: CommandTeacher(reader=READER))
     episodes: dict[str, list[State]] = field(default_factory=dict)
 
@@ -139,7 +177,7 @@ class StateRecorder:
         for request, context, compilation in zip(requests, contexts, made, strict=True):
             state = State(request, render(compilation.emission))
             self.episodes.setdefault(context.task_id, []).append(state)
-        return made
+        return made if self.compiler is None else self.compiler.compile(requests)
 
 
 @dataclass
@@ -180,16 +218,11 @@ def material(
     return make_env, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
 
 
-def played_states(work: Path, seed: int, games: int | None) -> tuple[list[list[State]], list[list[State]]]:
-    """Play the train games to learn from and the held-out ones; return the states of each episode."""
-    make_env, specs = material(work, seed, games)
-    learned = [spec for i, spec in enumerate(specs) if i % EXAM_OF]
-    return teacher_states(make_env, learned, seed), teacher_states(make_env, specs[::EXAM_OF], seed)
-
-
-def teacher_states(make_env: Make, specs: Sequence[EpisodeSpec], seed: int) -> list[list[State]]:
-    """Play games with the teacher's guidance; return the states of each episode."""
-    recorder = StateRecorder()
+def recorded_states(
+    make_env: Make, specs: Sequence[EpisodeSpec], seed: int, compiler: Compiler | None = None
+) -> list[list[State]]:
+    """Play games with the guidance of the teacher, or of a compiler; return the states of each episode."""
+    recorder = StateRecorder(compiler)
     guided = Delivery("expert_compiler", "compiled", recorder, soft=False)
     run_games(make_env, specs, delivery=guided, executor=Follower(seed=seed), steps=STEPS)
     return list(recorder.episodes.values())
@@ -199,9 +232,9 @@ def teacher_states(make_env: Make, specs: Sequence[EpisodeSpec], seed: int) -> l
 class EncodedEpisode:
     """The states of an episode as token ids: their common beginning, then each rest and emission."""
 
-    given: Tokens
-    rests: tuple[Tokens, ...]
-    emissions: tuple[Tokens, ...]
+    given: np.ndarray
+    rests: tuple[np.ndarray, ...]
+    emissions: tuple[np.ndarray, ...]
 
 
 def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisode:
@@ -211,36 +244,92 @@ def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisod
     first, last = min(prompts), max(prompts)  # what these share, all do
     shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first) - 1)
     return EncodedEpisode(
-        tuple(first[:shared]), tuple(tuple(prompt[shared:]) for prompt in prompts), tuple(map(tuple, emissions))
+        _array(first[:shared]), tuple(_array(prompt[shared:]) for prompt in prompts), tuple(map(_array, emissions))
     )
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.uint16)  # a quarter of the memory of tuples
+
+
+def text_compiler(backbone: Backbone, speed: Speed | None = None) -> MemoryCompiler:
+    """Make a compiler without LoRA of a model, which is frozen."""
+    projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # required, and unused here
+    return MemoryCompiler(backbone, projector, Decoding(max_new_tokens=TOKENS), speed=speed)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStates:
+    """Plays games for the states of their episodes, encoded."""
+
+    make_env: Make
+    specs: Sequence[EpisodeSpec]
+    seed: int
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+
+    def of_teacher(self) -> list[EncodedEpisode]:
+        """Return the states to which the teacher's guidance leads."""
+        return self._play(None)
+
+    def of_compiler(self) -> list[EncodedEpisode]:
+        """Return the states to which the model's own guidance leads, and its own notes."""
+        frozen = Backbone(deepcopy(self.model), self.tokenizer)
+        return self._play(text_compiler(frozen, Speed(prefix_mib=PREFIX_MIB)))
+
+    def _play(self, compiler: Compiler | None) -> list[EncodedEpisode]:
+        backbone = Backbone(self.model, self.tokenizer)
+        chunks = (self.specs[i : i + CHUNK] for i in range(0, len(self.specs), CHUNK))
+        return [
+            encode_episode(backbone, states)
+            for specs in tqdm(list(chunks), "games to learn from", unit="chunk")
+            for states in recorded_states(self.make_env, specs, self.seed, compiler)
+        ]
 
 
 class EpisodeBatches:
     """Batches of `rows` episodes with memories of similar length and up to `STATES` states each, whose common beginning
-    the model reads once."""
+    the model reads once.
+
+    Args:
+        sources: kinds of episodes, of which a batch has equally many.
+        numbers: whether the numbers of things are exchanged as scene labels are, in half of the episodes.
+    """
 
     def __init__(
-        self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, played: Sequence[Sequence[State]], rows: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        sources: Sequence[Sequence[EncodedEpisode]],
+        rows: int,
+        numbers: bool = False,
     ) -> None:
-        backbone = Backbone(model, tokenizer)
-        episodes = [encode_episode(backbone, states) for states in played]
-        self._pool = LengthPool(episodes, lambda episode: len(episode.given))
+        self._pools = [LengthPool(episodes, lambda episode: len(episode.given)) for episodes in sources]
         self._labels, self._rows = SceneLabels(tokenizer), rows
+        self._numbers = np.array([tokenizer(number, add_special_tokens=False)["input_ids"] for number in NUMBERS])
+        self._exchange_numbers = numbers
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        length = rng.choice(self._pool.lengths)
-        return self._batch([self._pool.near(length, rng) for _ in range(self._rows)], rng)
+        length = rng.choice(self._pools[0].lengths)
+        pools = islice(cycle(self._pools), self._rows)
+        return self._batch([pool.near(length, rng) for pool in pools], rng)
+
+    def _table(self, rng: random.Random) -> np.ndarray:
+        """Draw a permutation (V,) of token ids for an episode."""
+        table = self._labels.exchange(rng)
+        if self._exchange_numbers and rng.random() < 0.5:
+            table[self._numbers] = self._numbers[rng.sample(range(len(NUMBERS)), len(NUMBERS))]
+        return table
 
     def _batch(self, episodes: Sequence[EncodedEpisode], rng: random.Random) -> Batch:
         begun, behind, ids, labels = list[list[int]](), list[int](), list[list[int]](), list[list[int]]()
         for episode in episodes:
-            exchanged = self._labels.exchange(rng)
-            begun.append(exchanged[list(episode.given)].tolist())
+            exchanged = self._table(rng)
+            begun.append(exchanged[episode.given].tolist())
             behind.append(min(STATES, len(episode.rests)))
             for i in rng.sample(range(len(episode.rests)), behind[-1]):
-                rest, emission = (exchanged[list(part[i])].tolist() for part in (episode.rests, episode.emissions))
+                rest, emission = (exchanged[part[i]].tolist() for part in (episode.rests, episode.emissions))
                 ids.append([*rest, *emission])
                 labels.append([IGNORE] * len(rest) + emission)
         return {
