@@ -16,7 +16,7 @@ exchanged at random. There are two stages:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -49,7 +49,7 @@ from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
 from zoo.alfworld.words import COMMAND_LEXICON, NUMBERS
 from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer
-from zoo.recipes import Draw, train_stage, write_model
+from zoo.recipes import train_stage, write_model
 
 BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
@@ -59,7 +59,7 @@ STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 STAGE, OWN_STATES = "commands", "own_states"
-OWN_GAMES = 600  # that the compiler of the first stage plays
+OWN_GAMES = 160  # that the compiler of the first stage plays
 CHUNK = 128  # games whose states are in memory at once
 TOKENS = 256  # maximum tokens of an emission
 PREFIX_MIB = 1024  # of prompts that the compiler has read
@@ -93,16 +93,17 @@ def train_compiler(
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
     if not stages.finished(work / STAGE):
-        played = (EpisodeStates(make_env, of, seed, model, tokenizer) for of in (learned, held_out))
-        draws = (EpisodeBatches(tokenizer, (states.of_teacher(),), rows).draw for states in played)
-        model = _train(model, work, STAGE, seed, steps, draws, rate)
+        played = [EpisodeStates(make_env, of, seed, model, tokenizer) for of in (learned, held_out)]
+        batches = [EpisodeBatches(tokenizer, (states.of_teacher(),), rows) for states in played]
+        model = _train(model, work, STAGE, seed, steps, batches, rate)
     if not stages.finished(work / OWN_STATES):
-        played = (EpisodeStates(make_env, evenly(of, own_games), seed, model, tokenizer) for of in (learned, held_out))
-        draws = (
-            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler()), rows, numbers=True).draw
+        games_of = evenly(learned, own_games), evenly(held_out, max(own_games // 10, 1))
+        played = [EpisodeStates(make_env, of, seed, model, tokenizer) for of in games_of]
+        batches = [
+            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler()), rows, numbers=True)
             for states in played
-        )
-        model = _train(model, work, OWN_STATES, seed, own_steps, draws, rate / 2)
+        ]
+        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
     write_model(
         "compiler --world alfworld-frozen",
@@ -123,10 +124,16 @@ def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, see
 
 
 def _train(
-    model: LlamaForCausalLM, work: Path, name: str, seed: int, steps: int, draws: Iterator[Draw], rate: float
+    model: LlamaForCausalLM,
+    work: Path,
+    name: str,
+    seed: int,
+    steps: int,
+    batches: Sequence[EpisodeBatches],
+    rate: float,
 ) -> LlamaForCausalLM:
-    """Train a stage on the batches of the learned games; the held-out ones are its exam."""
-    draw, exam = draws
+    """Train a stage on batches of the learned games; those of the held-out games are its exam."""
+    draw, exam = (of.draw for of in batches)
     trained = train_stage(model, work, name=name, seed=seed, steps=steps, draw=draw, exam=exam, rate=rate, bf16=True)
     return trained  # type: ignore[return-value]
 
@@ -279,10 +286,10 @@ class EpisodeStates:
 
     def _play(self, compiler: Compiler | None) -> list[EncodedEpisode]:
         backbone = Backbone(self.model, self.tokenizer)
-        chunks = (self.specs[i : i + CHUNK] for i in range(0, len(self.specs), CHUNK))
+        chunks = [self.specs[i : i + CHUNK] for i in range(0, len(self.specs), CHUNK)]
         return [
             encode_episode(backbone, states)
-            for specs in tqdm(list(chunks), "games to learn from", unit="chunk")
+            for specs in tqdm(chunks, "games to learn from", unit="chunk")
             for states in recorded_states(self.make_env, specs, self.seed, compiler)
         ]
 
