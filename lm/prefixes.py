@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
+from lm.growing_cache import growing_cache
 from lm.prompt import Prompt
 
 RECENT = 4  # batches: what they used is not evicted
@@ -278,7 +279,7 @@ def _read(backbone: Backbone, prompts: Sequence[Prompt], starts: Sequence[Start]
     """Read each prompt behind its start."""
     pairs = list(zip(prompts, starts, strict=True))
     tails = [backbone.cut(prompt, start.tokens, start.pictures)[1] for prompt, start in pairs]
-    cache = DynamicCache(config=backbone.model.config.get_text_config())
+    cache = growing_cache(backbone.model.config.get_text_config())
     begun = _fill(cache, starts, backbone.device)
     # The rest of every row is its last columns. Where another row has a longer rest, some of them are masked.
     whole, left = backbone.pad(prompts, "left"), backbone.pad(tails, "left")

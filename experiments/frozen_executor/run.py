@@ -1,6 +1,6 @@
 """Measure what reaches a frozen public language model in a growing chat, and what its prompt costs step by step.
 
-The evaluation `eval/alfworld-frozen` plays real games with nothing, with pasted memory, and with each level of the
+The evaluation `eval/alfworld-levels` plays real games with nothing, with pasted memory, and with each level of the
 expert teacher's guidance. Then the prompts of the pasted episodes are written again with raw and compact entries, in
 both contexts, to count their tokens by step; the steps of the record say which of them a prefix cache held.
 """
@@ -103,8 +103,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation, such as limit=33")
     parser.add_argument("--out", type=Path, default=Path("out/frozen"))
     a = parser.parse_args()
-    run_once(a.out, "eval", "eval", "-c", "eval/alfworld-frozen", *a.overrides, "--out", str(a.out / "eval"))
-    config = load_config(EvalConfig, "eval/alfworld-frozen", a.overrides)
+    run_once(a.out, "eval", "eval", "-c", "eval/alfworld-levels", *a.overrides, "--out", str(a.out / "eval"))
+    config = load_config(EvalConfig, "eval/alfworld-levels", a.overrides)
     found = by_cell(a.out / "eval")
     tokens = tokens_by_step(next(of for name, of in found.items() if name.endswith("nothing: static")), config)
     cached = {name: cached_by_step(episodes) for name, episodes in found.items()}
