@@ -20,6 +20,9 @@ Pair = Annotated[
 Work = Annotated[Path, typer.Option(help="Folder of stages and checkpoints; recipes of one world may share it.")]
 Out = Annotated[Path | None, typer.Option(help="Model folder to write (default: zoo/WORLD/NAME).", show_default=False)]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other weights.")]
+Engine = Annotated[
+    Literal["hf", "vllm"], typer.Option(help="What plays games with the compiler (alfworld-frozen); vllm is faster.")
+]
 WORK = Path("out/zoo/work")
 
 
@@ -36,6 +39,7 @@ def zoo_gate(
     split: Annotated[str, typer.Option(help="Split to test on (real games).")] = "valid_seen",
     limit: Annotated[int | None, typer.Option(min=1, help="Number of games (real games; default: all).")] = None,
     work: Work = WORK,
+    engine: Engine = "hf",
 ) -> None:
     """Test the skills of shipped models that all results rest on; exit 1 if one fails.
 
@@ -62,7 +66,9 @@ def zoo_gate(
 
         if executor or not compiler:
             raise typer.BadParameter("alfworld-frozen tests --compiler FOLDER: its executor is a public model")
-        _print_and_exit(command_gates(model_path(compiler), checkpoint, work=work, split=split, limit=limit))
+        _print_and_exit(
+            command_gates(model_path(compiler), checkpoint, work=work, split=split, limit=limit, engine=engine)
+        )
     if executor:
         results += executor_gates(executor if executor == SCRIPT else model_path(executor), work, split, limit)
     if compiler:
@@ -80,10 +86,16 @@ def _print_and_exit(results: "Sequence[GateResult]") -> NoReturn:
 
 @zoo_app.command("compiler")
 def zoo_compiler(
-    out: Out = None, work: Work = WORK, seed: int = 0, world: Pair = "household", threads: Threads = 1
+    out: Out = None,
+    work: Work = WORK,
+    seed: int = 0,
+    world: Pair = "household",
+    threads: Threads = 1,
+    engine: Engine = "hf",
 ) -> None:
     """Train a small compiler base on CPU; write it and RECORD.json. alfworld-frozen begins with alfworld's base."""
-    _train("compiler", world, out=out, work=work, seed=seed, threads=threads)
+    options = {"engine": engine} if world == "alfworld-frozen" else {}
+    _train("compiler", world, out=out, work=work, seed=seed, threads=threads, **options)
 
 
 @zoo_app.command("executor")
@@ -94,7 +106,7 @@ def zoo_executor(
     _train("executor", world, out=out, work=work, seed=seed, threads=threads)
 
 
-def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threads: int) -> None:
+def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threads: int, **options: str) -> None:
     """Run a recipe; it reproduces the same weights with the same number of threads."""
     import torch
 
@@ -117,4 +129,4 @@ def _train(name: str, world: str, out: Path | None, work: Path, seed: int, threa
         FolderLock(work, f"memcompiler zoo {name}"),
         output_folder(out, f"zoo {name}", ("RECORD.json", "config.json", "model.safetensors"), "sha256"),
     ):
-        recipe(out, work, seed)
+        recipe(out, work, seed, **options)

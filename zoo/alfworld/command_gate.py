@@ -11,20 +11,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
 from compiler.brief_state import apply_ops
-from compiler.build import load_compiler
-from compiler.hf import MemoryCompiler
 from compiler.language import Emission, parse
 from compiler.records import Compiler, CompileRequest
-from configs.models import CompilerConfig
 from eval.metrics import succeeded
-from lm.backbone import load_backbone
-from zoo.alfworld.commands import READER, STEPS, TOKENS, Follower, State, material, recorded_states, text_compiler
+from zoo.alfworld.commands import READER, STEPS, Follower, State, material, recorded_states
 from zoo.alfworld.play import run_games
+from zoo.alfworld.text_compilers import Engine, load_text_compiler
 from zoo.gates import GateResult
 
 THRESHOLD = 0.95
@@ -36,10 +31,16 @@ _SCENE = re.compile(r"\bin (\S+)")
 
 
 def command_gates(
-    model: str, checkpoint: str | None, work: Path, split: str, limit: int | None, seed: int = 0
+    model: str,
+    checkpoint: str | None,
+    work: Path,
+    split: str,
+    limit: int | None,
+    seed: int = 0,
+    engine: Engine = "hf",
 ) -> list[GateResult]:
     """Compare a compiler with its teacher in every state of the games, and play with both."""
-    compiler, results = load(model, checkpoint), list[GateResult]()
+    compiler, results = load_text_compiler(model, checkpoint, engine), list[GateResult]()
     for name, mix in (HOMES | SILENT).items():
         make_env, specs = material(work, seed, limit, split, mix)
         states = list(chain(*recorded_states(make_env, specs, seed)))
@@ -91,13 +92,3 @@ def _cited(states: Sequence[State], said: Sequence[Emission]) -> Iterator[bool]:
         for scene in _SCENE.findall(theirs.reason):
             if scene.startswith("FloorPlan"):
                 yield scene in scenes
-
-
-def load(model: str, checkpoint: str | None) -> MemoryCompiler:
-    """Load a compiler with a checkpoint, or the base without one."""
-    if checkpoint:
-        settings = CompilerConfig(
-            model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
-        )
-        return load_compiler(settings, None)
-    return text_compiler(load_backbone(model, torch.float32, "cpu"))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -32,23 +31,21 @@ from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.records import EpisodeContext
-from compiler.hf import MemoryCompiler
 from compiler.language import render
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, Compiler, CompileRequest, Decoding
+from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
-from configs.models import Speed
 from data_gen.recall_mix import RecallMix
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
-from soft_mem.projector import Projector, ProjectorConfig
 from zoo import stages
 from zoo.alfworld.lessons import LengthPool, SceneLabels, beginnings
 from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
+from zoo.alfworld.text_compilers import Engine, load_text_compiler
 from zoo.alfworld.words import COMMAND_LEXICON, NUMBERS
 from zoo.curriculum import IGNORE, Batch, pad
-from zoo.models import make_tokenizer
+from zoo.models import make_tokenizer, save
 from zoo.recipes import train_stage, write_model
 
 BASE = Path("zoo/alfworld/compiler")
@@ -59,10 +56,8 @@ STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 STAGE, OWN_STATES = "commands", "own_states"
-OWN_GAMES = 160  # that the compiler of the first stage plays
+OWN_GAMES = 240  # that the compiler of the first stage plays
 CHUNK = 128  # games whose states are in memory at once
-TOKENS = 256  # maximum tokens of an emission
-PREFIX_MIB = 1024  # of prompts that the compiler has read
 
 
 def train_compiler(
@@ -75,7 +70,8 @@ def train_compiler(
     base: Path = BASE,
     rate: float = RATE,
     own_games: int = OWN_GAMES,
-    own_steps: int = 300,
+    own_steps: int = 250,
+    engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
 
@@ -87,22 +83,27 @@ def train_compiler(
         rate: peak learning rate; half of it in the second stage.
         own_games: number of train games of the second stage.
         own_steps: optimizer steps of the second stage.
+        engine: what plays the games of the second stage; vLLM is four times as fast.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
     make_env, specs = material(work, seed, games)
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
+    backbone = Backbone(model, tokenizer)
     if not stages.finished(work / STAGE):
-        played = [EpisodeStates(make_env, of, seed, model, tokenizer) for of in (learned, held_out)]
+        played = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
         batches = [EpisodeBatches(tokenizer, (states.of_teacher(),), rows) for states in played]
         model = _train(model, work, STAGE, seed, steps, batches, rate)
     if not stages.finished(work / OWN_STATES):
+        save(work / "player", model, tokenizer)
+        player = load_text_compiler(str(work / "player"), engine=engine)
         games_of = evenly(learned, own_games), evenly(held_out, max(own_games // 10, 1))
-        played = [EpisodeStates(make_env, of, seed, model, tokenizer) for of in games_of]
+        played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
         batches = [
-            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler()), rows, numbers=True)
+            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler(player)), rows, numbers=True)
             for states in played
         ]
+        del player
         model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
     write_model(
@@ -112,7 +113,7 @@ def train_compiler(
         processor=tokenizer,
         work=work,
         names=(STAGE, OWN_STATES),
-        settings=settings | {"own_games": own_games, "own_steps": own_steps},
+        settings=settings | {"own_games": own_games, "own_steps": own_steps, "engine": engine},
     )
 
 
@@ -259,12 +260,6 @@ def _array(ids: Sequence[int]) -> np.ndarray:
     return np.array(ids, dtype=np.uint16)  # a quarter of the memory of tuples
 
 
-def text_compiler(backbone: Backbone, speed: Speed | None = None) -> MemoryCompiler:
-    """Make a compiler without LoRA of a model, which is frozen."""
-    projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # required, and unused here
-    return MemoryCompiler(backbone, projector, Decoding(max_new_tokens=TOKENS), speed=speed)
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeStates:
     """Plays games for the states of their episodes, encoded."""
@@ -272,23 +267,20 @@ class EpisodeStates:
     make_env: Make
     specs: Sequence[EpisodeSpec]
     seed: int
-    model: LlamaForCausalLM
-    tokenizer: PreTrainedTokenizerFast
+    backbone: Backbone
 
     def of_teacher(self) -> list[EncodedEpisode]:
         """Return the states to which the teacher's guidance leads."""
         return self._play(None)
 
-    def of_compiler(self) -> list[EncodedEpisode]:
-        """Return the states to which the model's own guidance leads, and its own notes."""
-        frozen = Backbone(deepcopy(self.model), self.tokenizer)
-        return self._play(text_compiler(frozen, Speed(prefix_mib=PREFIX_MIB)))
+    def of_compiler(self, compiler: Compiler) -> list[EncodedEpisode]:
+        """Return the states to which a compiler's guidance leads, with the notes that it took."""
+        return self._play(compiler)
 
     def _play(self, compiler: Compiler | None) -> list[EncodedEpisode]:
-        backbone = Backbone(self.model, self.tokenizer)
         chunks = [self.specs[i : i + CHUNK] for i in range(0, len(self.specs), CHUNK)]
         return [
-            encode_episode(backbone, states)
+            encode_episode(self.backbone, states)
             for specs in tqdm(chunks, "games to learn from", unit="chunk")
             for states in recorded_states(self.make_env, specs, self.seed, compiler)
         ]
