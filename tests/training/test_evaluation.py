@@ -86,7 +86,7 @@ def test_success_says_which_checkpoint_is_the_best_and_when_to_stop(tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_run_with_overlap_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
+def test_a_run_with_rollouts_ahead_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
     settings = {"max_staleness": 1, "loss": {"importance_cap": 2.0}, "updates": 6, "save_every": 4}
     made = [trainer(tmp_path / run, held_out=FATES, evaluation={"tasks": 5}, **settings) for run in ("whole", "cut")]
     rates = [0.1, 0.4, 0.2]
