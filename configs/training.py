@@ -277,7 +277,8 @@ class PolicyLoss(Settings):
     as Eq. 8's ratio. pathwise: through the frozen executor, from the ratio of the action that it sampled, which counts
     as one soft token."""
     importance_cap: float = Field(default=0.0, ge=0)
-    """Cap of the importance weight trainer/engine of each token; 0: no importance weights."""
+    """Cap of the importance weight of each token: its probability under the weights before the update over that under
+    the engine, or the older weights, that sampled it (truncated importance sampling); 0: no importance weights."""
 
 
 class FurtherEnvironment(Settings):
@@ -366,8 +367,9 @@ class GrpoConfig(Settings):
     batching: Batching = "auto"
     """lockstep: episodes wait for each other at every step, so that their batches, and the last digits, do not depend
     on timing. continuous: none waits. auto: continuous where every engine in use is vLLM or is reached over HTTP."""
-    overlap: bool = False
-    """Play the next update's episodes during this one, except across a checkpoint, with weights one update old; needs
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum number of updates between the weights that play episodes and those that learn from them: rollouts run so
+    many updates ahead, except across a checkpoint. 0: rollouts and updates take turns. Above 0 it needs
     loss.importance_cap."""
     seed: Seed = 0
     """Seed of sampling and of the order of tasks; scenes have `env.seed`."""
@@ -416,8 +418,8 @@ class GrpoConfig(Settings):
             )
         if self.loss.latent_gradient == "pathwise" and self.executor.past_soft == "kept":
             raise ValueError("loss.latent_gradient=pathwise trains the newest soft tokens: executor.past_soft=dropped")
-        if self.overlap and not self.loss.importance_cap:
-            raise ValueError("overlap trains on episodes of older weights: set loss.importance_cap (2.0 is usual)")
+        if self.max_staleness and not self.loss.importance_cap:
+            raise ValueError("max_staleness trains on episodes of older weights: set loss.importance_cap (2 is usual)")
         self._check_environments()
         return self
 

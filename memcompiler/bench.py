@@ -13,6 +13,7 @@ from memcompiler.options import command_group
 PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "environment": "Measure environments and rollouts.",
     "rollout": "Compare continuous with lockstep batching of rollouts.",
+    "overlap": "Measure how GRPO's rollouts and updates overlap.",
     "training": "Measure SFT beside transformers.Trainer.",
     "prefixes": "Compare training with and without shared prefixes.",
     "trl": "Compare a training step with TRL's on the same rows.",

@@ -113,7 +113,7 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
 def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = True) -> Replay:
     """Run GRPO's update on a micro-batch of `rows` samples; with a pathwise gradient, through the executor."""
     ledger, pathwise = Ledger(gpu), config.loss.latent_gradient == "pathwise"
-    alone: GrpoConfig = config.model_copy(update={"backend": "replicated", "overlap": False})
+    alone: GrpoConfig = config.model_copy(update={"backend": "replicated", "max_staleness": 0})
     stub: Any = shaped_executor(config.executor, ledger) if pathwise else NoExecutor()
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())

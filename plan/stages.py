@@ -158,7 +158,7 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     whole = fullest.held.pop("executor weights", 0)  # is not sliced
     sliced, served = config.backend in ("fsdp", "zero3"), bool(rolls.count) or config.compiler.engine == "vllm"
     if not served:  # a whole copy of the compiler rolls out
-        whole += update.held["compiler weights"] * (sliced or config.overlap)
+        whole += update.held["compiler weights"] * (sliced or config.max_staleness > 0)
     read = update.held["compiler weights"] / trainers if served and sliced else 0.0  # as in SFT
     actor = _trainer("actor", fullest, backend=config.backend, n=trainers, host=HOST + read)
     # A compiler that rolls out itself is loaded whole, and sliced then.
@@ -184,7 +184,21 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         },
         episodes=min(episodes, config.concurrency * trainers),
         seconds=seconds,
-        notes=(describe(layout), f"an update of {episodes} episodes with the maximum of {config.max_steps} steps"),
+        notes=(
+            describe(layout),
+            f"an update of {episodes} episodes with the maximum of {config.max_steps} steps",
+            *([_ahead(seconds, config.max_staleness)] if config.max_staleness else []),
+        ),
+    )
+
+
+def _ahead(seconds: Mapping[str, float], max_staleness: int) -> str:
+    """Describe what rollouts that run ahead of updates save at most."""
+    whole = sum(seconds.values()) or 1.0
+    longer = max(seconds["update"], whole - seconds["update"]) / whole
+    return (
+        f"rollouts run up to {max_staleness} updates ahead: on devices of their own, an update takes at least "
+        f"{longer:.0%} of the time of taking turns"
     )
 
 

@@ -15,29 +15,28 @@ estimate of the same gradient, up to a factor: the soft tokens are mu + sigma no
 that the executor samples after them is the policy's last token. Reward reaches mu and sigma through the frozen
 executor, in the one direction that matters; the score function must find it among N d ones.
 
+With `max_staleness: S` a thread plays the episodes of up to S coming updates meanwhile (`training.rollouts_ahead`).
+
 Token weights are computed from global counts, so the split over ranks and micro-batches changes nothing. All randomness
 is a function of (seed, update): resuming needs no generator state.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agent.deliveries import find as find_delivery
 from agent.episode import EpisodeLimits, EpisodeSpec
-from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler, warn_about_compiler_inputs, warn_about_executor_inputs
 from compiler.checkpoint import environment_facts
@@ -60,6 +59,14 @@ from training.policy import Policy, WeightedSample, token_weights
 from training.ray_engines import RayEngines, ray_compiler, ray_executor
 from training.ray_trainer import train_on_ray
 from training.rollout import Group, RolloutEngine, Sample, gather_groups, samples_of
+from training.rollouts_ahead import (
+    Rollout,
+    RolloutsAhead,
+    Snapshot,
+    check_staleness,
+    check_weight_versions,
+    copy_for_rollouts,
+)
 from training.trackers import require
 from training.trainer import (
     HELD_OUT,
@@ -237,16 +244,6 @@ def sampling(config: GrpoConfig) -> Decoding:
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """This rank's episodes of an update."""
-
-    group_indices: list[int]  # of each episode, among the update's groups
-    episodes: list[Episode]
-    weight_version: int  # update whose weights sampled them
-    seconds: float
-
-
 class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
     """Trains on episodes that it plays. A step is one update; it returns metrics and the episodes' groups."""
 
@@ -288,30 +285,34 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
         self.policy = Policy(compiler, executor, config.loss, self.sharing)
         backend = BACKENDS[config.backend]
         # Rollouts need a copy if the policy is about to be sliced, or to change meanwhile.
-        copied = backend.is_sharded or config.overlap
+        copied = backend.is_sharded or config.max_staleness > 0
         self.sampler = copy_for_rollouts(compiler, with_base=engine.served is None) if copied else compiler
         self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         if config.gradient_checkpointing:
             compiler.backbone.enable_gradient_checkpointing()
             if self.policy.pathwise and isinstance(executor, FrozenExecutor):
                 executor.backbone.enable_gradient_checkpointing()
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._next_rollout: Future[Rollout] | None = None  # of the next update, with `overlap`
+        # No rollout runs across held-out tasks, which may cause a checkpoint.
+        pauses_after = lambda step: self.saves_after(step) or self.plays_after(step)
+        self._ahead = RolloutsAhead(self._play, config.max_staleness, pauses_after)
 
     def executor_fingerprint(self) -> str:
         return distributed.once_per_node(self.executor.hash)
 
+    def steps(self) -> Iterator[tuple[Metrics, list[Group]]]:
+        try:
+            yield from super().steps()
+        finally:
+            self._ahead.close()
+
     def take_step(self) -> tuple[Metrics, list[Group]]:
         started, update = time.perf_counter(), self.step
-        rollout = self._next_rollout.result() if self._next_rollout else self._prepare_rollout(update)()
-        # No rollout overlaps with a checkpoint, so that a resumed run has the same ones, nor with held-out tasks, which
-        # may cause a checkpoint.
-        pauses = self.saves_after(update + 1) or self.plays_after(update + 1)
-        overlaps = self.config.overlap and not pauses
-        self._next_rollout = self._background.submit(self._prepare_rollout(update + 1)) if overlaps else None
+        rollout = self._ahead.take(update, self._snapshot)
         rolled = time.perf_counter()
         groups = gather_groups(rollout.group_indices, rollout.episodes, self.config.token_cost)
-        learned = self.learn(samples_of(groups, self.compiler, self.policy.pathwise), update)
+        samples = samples_of(groups, self.compiler, self.policy.pathwise)
+        check_staleness(samples, update, self.config.max_staleness)
+        learned = self.learn(samples, update)
         seconds = {
             "seconds_rollout": rollout.seconds,
             "seconds_waited": rolled - started,
@@ -321,7 +322,7 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
         metrics = {"update": float(self.step), **rollout_means(groups, self.environments), **learned, **seconds}
         metrics["staleness"] = float(update - rollout.weight_version)
         if self.held_out_tasks is not None and self.plays_after(self.step):
-            self._sync_sampler()
+            self._set_sampler(self._snapshot(), self.step)
             metrics |= self.held_out_tasks.play(self.sampler)
         self.save_if_due(metrics)
         return metrics | {"seconds": time.perf_counter() - started}, groups
@@ -338,30 +339,28 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
             chosen.append(groups[at][permutation(len(groups[at]), self.config.seed, epoch)[i]])
         return chosen
 
-    def _prepare_rollout(self, update: int) -> Callable[[], Rollout]:
-        """Fix weights and random numbers of an update's rollouts, and return the function that plays them, here or in
-        another thread."""
-        chosen, k = self.specs_of(update), self.config.group_size
+    def _play(self, update: int, weights: Snapshot, version: int) -> Rollout:
+        """Play this rank's episodes of an update, in this thread, with the weights after `version` updates."""
+        started, k, chosen = time.perf_counter(), self.config.group_size, self.specs_of(update)
         indices = [episode // k for episode in distributed.share(len(chosen) * k)]
-        self._sync_sampler()
+        self._set_sampler(weights, version)
         seed = (self.config.seed * 1_000_003 + update) * 1024 + distributed.rank()
         self.sampler.generator.manual_seed(seed)
         if isinstance(self.engine.executor, TokenExecutor):
             self.engine.executor.generator.manual_seed(seed)
+        episodes = self.engine.run(self.sampler, [chosen[i] for i in indices], self.config.delivery)
+        check_weight_versions(episodes, version)
+        return Rollout(indices, episodes, version, time.perf_counter() - started)
 
-        def play() -> Rollout:
-            started = time.perf_counter()
-            episodes = self.engine.run(self.sampler, [chosen[i] for i in indices], self.config.delivery)
-            check_weight_versions(episodes, self.sampler.weight_version)
-            return Rollout(indices, episodes, self.sampler.weight_version, time.perf_counter() - started)
+    def _snapshot(self) -> Snapshot:
+        """Copy the current weights for the compiler that rolls out."""
+        return None if self.sampler is self.compiler else self.backend.weights()
 
-        return play
-
-    def _sync_sampler(self) -> None:
-        """Copy the current weights to the compiler that rolls out."""
-        if self.sampler is not self.compiler:
-            checkpoint.copy_weights(self.sampler, self.backend.weights())
-        self.sampler.weight_version = self.step
+    def _set_sampler(self, weights: Snapshot, version: int) -> None:
+        """Set the weights of the compiler that rolls out."""
+        if weights is not None:
+            checkpoint.copy_weights(self.sampler, weights)
+        self.sampler.weight_version = version
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -411,25 +410,6 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
             text, latent = scores.split([scores.shape[1] - n, n], 1)
             rows += [torch.cat([text[i, : s.sampled], latent[i, : n * s.soft_read]]) for i, s in enumerate(micro)]
         return rows
-
-
-def copy_for_rollouts(compiler: MemoryCompiler, with_base: bool) -> MemoryCompiler:
-    """Copy a compiler, with a random generator of its own. Without the base, which an engine holds, only LoRA and
-    projector have values, and they must still be set."""
-    memo: dict[int, Any] = {id(compiler.generator): torch.Generator(device=compiler.generator.device)}
-    if not with_base:
-        trained = {id(parameter) for parameter in checkpoint.trained_parameters(compiler).values()}
-        for parameter in compiler.parameters():
-            empty = torch.empty_like(parameter, device="cpu" if id(parameter) in trained else "meta")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(compiler, memo)
-
-
-def check_weight_versions(episodes: Sequence[Episode], version: int) -> None:
-    """Raise RuntimeError if any step was compiled with weights of another version."""
-    compilations = (step.compilation for episode in episodes for step in episode.steps)
-    if other := next((c for c in compilations if c is not None and c.weight_version != version), None):
-        raise RuntimeError(f"a rollout with weights of version {version} has some of version {other.weight_version}")
 
 
 def _minibatches(total: int, number: int, seed: int, iteration: int) -> list[list[int]]:

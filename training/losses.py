@@ -51,6 +51,21 @@ def clipped_surrogate(
 
 
 @dataclass(frozen=True, slots=True)
+class ImportanceWeights:
+    """Weights (B, T) of tokens that another engine, or older weights, sampled; without gradient."""
+
+    ratio: Tensor  # probability before this update over that when it was sampled
+    capped: Tensor  # min(ratio, cap), which multiplies the loss
+    exceeds: Tensor  # ratio > cap
+
+
+def importance_weights(old_BT: Tensor, rollout_BT: Tensor, cap: float) -> ImportanceWeights:
+    """Compute truncated importance weights min(pi_old / pi_rollout, cap)."""
+    ratio = (old_BT - rollout_BT).exp().detach()
+    return ImportanceWeights(ratio, ratio.clamp(max=cap), ratio > cap)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyTokens:
     """Inputs of the policy loss for B samples: log-probabilities (B, T) of the sampled tokens under three weights."""
 
@@ -62,15 +77,16 @@ class PolicyTokens:
     mask: Tensor  # (B, T)
 
 
-def policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> tuple[Tensor, Surrogate]:
+def policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> tuple[Tensor, Surrogate, ImportanceWeights | None]:
     """Compute the weighted sum of Eq. 8 over all tokens, with capped importance weights if set; and its terms."""
     surrogate = clipped_surrogate(
         tokens.policy, tokens.old, advantages_B=tokens.advantages, low=settings.clip_low, high=settings.clip_high
     )
-    per_token = surrogate.loss
+    per_token, importance = surrogate.loss, None
     if settings.importance_cap:  # sampled by another engine, or older weights
-        per_token = per_token * (tokens.old - tokens.rollout).exp().clamp(max=settings.importance_cap)
-    return (per_token * tokens.weights * tokens.mask).sum(), surrogate
+        importance = importance_weights(tokens.old, tokens.rollout, settings.importance_cap)
+        per_token = per_token * importance.capped
+    return (per_token * tokens.weights * tokens.mask).sum(), surrogate, importance
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:

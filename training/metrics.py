@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runtime.errors import is_failure
 from training import distributed
-from training.losses import PolicyTokens, Surrogate, kl_estimate
+from training.losses import ImportanceWeights, PolicyTokens, Surrogate, kl_estimate
 from training.rollout import Group
 
 MISMATCH_WARNING = 0.05  # mean |difference| of log p between rollout engine and trainer: ratios are 5 % off
@@ -50,7 +50,9 @@ class Totals:
         return dict(zip(self.sums, read, strict=False)), dict(zip(self.peaks, read[len(self.sums) :], strict=True))
 
 
-def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: int) -> Totals:
+def token_totals(
+    scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, importance: ImportanceWeights | None, n: int
+) -> Totals:
     """Sum over the tokens of a micro-batch; the last `n` columns are latent tokens."""
     text, latent = scores.mask[:, :-n], scores.mask[:, -n:]
     kl = kl_estimate(tokens.rollout, tokens.old)
@@ -70,7 +72,12 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     for name, mask, columns in (("text", text, slice(None, -n)), ("latent", latent, slice(-n, None))):
         distances = apart[:, columns].masked_fill(~mask, 0.0)
         sums[f"apart_{name}"] = distances.sum()
-        peaks[f"apart_{name}_max"] = (distances.max() if distances.numel() else distances.new_zeros(())).double()
+        peaks[f"apart_{name}_max"] = _peak(distances)
+        if importance is not None:
+            ratios = importance.ratio[:, columns].masked_fill(~mask, 0.0)
+            peaks[f"importance_{name}_max"] = _peak(ratios)
+            sums[f"importance_{name}"] = ratios.sum()
+            sums[f"importance_capped_{name}"] = (importance.exceeds[:, columns] & mask).sum()
         sums[f"clip_low_{name}"] = (surrogate.clipped_low[:, columns] & mask).sum()
         sums[f"clip_high_{name}"] = (surrogate.clipped_high[:, columns] & mask).sum()
         sums[f"ratio_{name}"] = (surrogate.ratio[:, columns] * mask).sum()
@@ -78,15 +85,25 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     return Totals({name: value.detach().double() for name, value in sums.items()}, peaks)
 
 
+def _peak(values: Tensor) -> Tensor:
+    """Return the largest of non-negative values, or 0 without any."""
+    return (values.max() if values.numel() else values.new_zeros(())).double()
+
+
 def token_means(totals: Totals) -> dict[str, float]:
-    """Compute means and maxima over all ranks. Every rank must call it."""
+    """Compute means and maxima over all ranks. Every rank must call it.
+
+    With importance weights, `importance` is the mean ratio of probabilities before the cap, and `importance_capped` the
+    share of tokens whose ratio exceeds it."""
     sums, mine = totals.read()
     total, peaks = distributed.total(sums), distributed.gather(mine)
     text, latent, rows = (max(1.0, total[name]) for name in ("text_tokens", "latent_tokens", "rows"))
     means = {name: total[name] / rows for name in ("entropy_latent", "sigma", "mu_abs")}
     means |= {"loss": total["loss"], "entropy_text": total["entropy_text"] / text, "text_tokens": text / rows}
-    means |= {name: max(share.get(name, 0.0) for share in peaks) for name in ("apart_text_max", "apart_latent_max")}
-    for what in ("clip_low", "clip_high", "ratio", "mismatch_kl", "apart"):
+    for name in dict.fromkeys(name for share in peaks for name in share):
+        means[name] = max(share.get(name, 0.0) for share in peaks)
+    weighted = ("importance", "importance_capped") if "importance_text" in total else ()
+    for what in ("clip_low", "clip_high", "ratio", "mismatch_kl", "apart", *weighted):
         means[f"{what}_text"] = total[f"{what}_text"] / text
         means[f"{what}_latent"] = total[f"{what}_latent"] / latent
         means[what] = (total[f"{what}_text"] + total[f"{what}_latent"]) / (text + latent)

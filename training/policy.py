@@ -99,8 +99,8 @@ class Policy:
             weights=pad(weights),
             mask=scores.mask,
         )
-        loss, surrogate = policy_loss(tokens, self.settings)
-        return loss, token_totals(scores, tokens, surrogate, self.n_latent)
+        loss, surrogate, importance = policy_loss(tokens, self.settings)
+        return loss, token_totals(scores, tokens, surrogate, importance, self.n_latent)
 
     def _pad(self, rows: Sequence[Tensor], samples: Sequence[Sample], like: Tensor) -> Tensor:
         """Pad host tensors (T_i + L,) or (T_i,) to `like` (B, T + L): text from the left, latent tokens at the end."""

@@ -40,7 +40,6 @@ from soft_mem.projector import Projector
 if TYPE_CHECKING:
     from compiler.vllm import ServedWeights
 
-HELD_WEIGHTS = 2  # versions in a vLLM engine: trainers change to new weights at different moments
 PAUSE_S = 0.2  # between two checks for an available engine
 TURN_S = 5.0  # longest wait for answers before the clock is checked
 Report = Callable[[Mapping[str, Any]], object]  # records an event of a process
@@ -79,7 +78,12 @@ class RayEngines:
 
 
 class CompilerEngine:
-    """Compiles with the weights that a request names. `fetch` reads `PolicyWeights.files`."""
+    """Compiles with the weights that a request names.
+
+    Args:
+        fetch: Reads `PolicyWeights.files`.
+        versions: Number of weights that a vLLM engine keeps: trainers change to new ones at different moments.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class CompilerEngine:
         seed: int,
         instructions: Instructions,
         fetch: Callable[[Any], Mapping[str, bytes]] | None = None,
+        versions: int = 2,
     ) -> None:
         self._is_vllm = config.engine == "vllm"
         self._compiler: Any = (
@@ -94,7 +99,7 @@ class CompilerEngine:
             if self._is_vllm
             else load_compiler(config, None, seed, instructions)
         )
-        self._fetch = fetch or import_ray().get
+        self._fetch, self._versions = fetch or import_ray().get, versions
         self._lock = threading.Lock()  # of the weights, and in PyTorch of the compiler
         self._loaded: tuple[int, str] | None = None  # version and SHA-256, in PyTorch
         self._held: OrderedDict[tuple[int, str], ServedWeights] = OrderedDict()  # in vLLM, the newest last
@@ -146,13 +151,13 @@ class CompilerEngine:
         return [_to_send(compilation) for compilation in made]
 
     def _hold(self, weights: PolicyWeights) -> ServedWeights:
-        """Return weights for one more call, in vLLM; the engine keeps the newest two."""
+        """Return weights for one more call, in vLLM; the engine keeps the newest `versions`."""
         key = weights.version, weights.sha256
         if key not in self._held:
             with self._files(weights) as folder:
                 projector = checkpoint.load_projector(folder)
                 self._held[key] = self._compiler.add_weights(folder, weights.version, projector)
-            if len(self._held) > HELD_WEIGHTS:
+            if len(self._held) > self._versions:
                 self._compiler.release(self._held.popitem(last=False)[1])
         return self._compiler.hold(self._held[key])
 

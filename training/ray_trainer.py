@@ -191,6 +191,7 @@ def _start_engines(group: ProcessGroup, config: GrpoConfig, layout: ClusterLayou
         _with_layout(config.compiler, layout.compilers),
         config.seed,
         told_to_compiler(config),
+        versions=max(2, config.max_staleness + 1),
     )
     executor = partial(ExecutorEngine, _with_layout(config.executor, layout.executors), told_to_executor(config))
     for role, make, engine in (

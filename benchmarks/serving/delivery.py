@@ -4,8 +4,10 @@
     memcompiler bench serving delivery --shapes paper --engine vllm         # 7B and 14B: a GPU, 45 GB of disk
     memcompiler bench serving delivery --compiler DIR --executor DIR --lengths out/eval
 
-Whole scripted episodes are played (`benchmarks.serving.scripted`). The first step, with empty caches, is reported apart
-from the steady state after it. The parts of a step, in seconds of an episode that moves in step with its batch:
+Whole scripted episodes are played (`benchmarks.serving.scripted`): a growing chat (`--context`), four raw entries in
+memory, and a prefix cache in both models (vLLM's own; PyTorch's: `--prefix-mib`). The first step, with empty caches, is
+reported apart from the steady state after it. The parts of a step, in seconds of an episode that moves in step with its
+batch:
 
 emission       the compiler reads M, b_t and o_t, and writes
 second pass    the compiler reads the memory tokens (Hugging Face: from the same cache; vLLM: as a separate request)
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from unittest.mock import patch
 
 import torch
 import typer
@@ -56,6 +59,7 @@ from envs.household.environment import INSTRUCTIONS
 from envs.spec import ExecutorInstructions
 from eval.table import markdown_table
 from executor.build import load_executor
+from executor.prompt import Context
 from runtime.progress import disable_library_progress_bars, progress
 from runtime.settings import Settings
 
@@ -80,6 +84,7 @@ class DeliveryBench(Settings):
     dtype: Dtype
     n_soft: int
     prefix_mib: float
+    context: Context
     compiled_share: float
 
 
@@ -87,13 +92,16 @@ def measure_delivery(
     compiler: Annotated[str | None, typer.Option(help="Name or folder (default: as the executor).")] = None,
     executor: Annotated[str | None, typer.Option(help="Name or folder (default: as the compiler).")] = None,
     shapes: Annotated[Shapes, typer.Option(help="Shapes of random weights, when no model is given.")] = "small",
-    memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's memory.")] = 1500,
+    memory_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an episode's memory; 1500: four raw entries.")
+    ] = 1500,
+    context: Annotated[str, typer.Option(help="executor.context: turns or rebuilt.")] = "turns",
     steps: Annotated[int, typer.Option(min=10, help="Steps per episode.")] = 12,
     concurrency: Annotated[str, typer.Option(help="Numbers of concurrent episodes, such as 1,4,16.")] = "1,4,16",
     engine: Annotated[str, typer.Option(help="hf, vllm or both.")] = "hf",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")] = "auto",
     n_soft: Annotated[int, typer.Option(min=1, help="Number of soft tokens.")] = 16,
-    prefix_mib: Annotated[float, typer.Option(min=0, help="compiler.speed.prefix_mib of engine hf.")] = 0,
+    prefix_mib: Annotated[float, typer.Option(min=0, help="Prefix cache of each model with engine hf.")] = 1024,
     lengths: Annotated[
         Path, typer.Option(help="Run of eval, or file, that supplies emissions and actions.", show_default=False)
     ] = DEFAULT_RECORD,
@@ -102,10 +110,13 @@ def measure_delivery(
     ] = 0.35,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder for results.json.")] = None,
 ) -> None:
-    """Compare the cost of a step by delivery; the last line is compiled over static seconds in steady state."""
+    """Compare the cost of a step by delivery, as a ratio over static for each case; the last line is that of compiled
+    in the first case of the last engine."""
     disable_library_progress_bars()
     if engine not in ("hf", "vllm", "both"):
         raise ValueError(f"--engine is hf, vllm or both; received {engine!r}")
+    if context not in ("turns", "rebuilt"):
+        raise ValueError(f"--context is turns or rebuilt; received {context!r}")
     named, auto = compiler or executor, "bfloat16" if torch.cuda.is_available() else "float32"
     config = DeliveryBench(
         compiler=compiler or executor or "",
@@ -118,6 +129,7 @@ def measure_delivery(
         concurrency=_numbers(concurrency),
         engines=("hf", "vllm") if engine == "both" else (engine,),  # type: ignore[arg-type]
         prefix_mib=prefix_mib,
+        context=context,  # type: ignore[arg-type]
         compiled_share=compiled_share,
         dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
     )
@@ -140,12 +152,15 @@ def measure_delivery(
         "tokens and ms are means of the steps after the first; tokens from a cache in brackets",
         *(f"lower bound of the {role}: {bound}" for role, bound in bounds.items()),
     ]
-    ratios = {name: _ratios_to_static(rows, name) for name in (COMPILED, GATED)}
-    notes += [f"over static, {at}: " + ", ".join(f"{n} {ratios[n][at]:.2f}" for n in ratios) for at in ratios[COMPILED]]
+    ratios = {name: _ratios_to_static(rows, name, _mean_seconds) for name in (COMPILED, GATED)}
+    least = {name: _ratios_to_static(rows, name, lambda row: row["lower_bound"]) for name in (COMPILED, GATED)}
     for note in notes:
         typer.echo(f"  {note}")
+    for name, at in ((name, at) for at in ratios[COMPILED] for name in ratios):
+        typer.echo(f"{name} over static, {at} (lower bounds {least[name][at]:.2f}) ratio: {ratios[name][at]:.2f}")
     if run is not None:
-        run.write_json("results.json", {"settings": config.model_dump(), "notes": notes, "ratio": ratios, "rows": rows})
+        found = {"settings": config.model_dump(), "notes": notes, "ratio": ratios, "least": least, "rows": rows}
+        run.write_json("results.json", found)
     typer.echo(f"ratio: {ratios[COMPILED][f'{config.engines[-1]} x{config.concurrency[0]}']:.2f}")
 
 
@@ -195,10 +210,16 @@ def _loaded_pair(engine: Engine, config: DeliveryBench, pair: tuple[str, str], s
     vllm = VllmEngine(max_model_len=length, max_num_seqs=most, enforce_eager=not gpu)
     common: dict[str, Any] = {"dtype": config.dtype, "vllm": vllm, "batch_size": most}
     emissions, actions = script.output_lengths()
-    acting: Any = load_executor(
-        ExecutorConfig(**common, model=pair[1], engine=engine, mode="generate", max_new_tokens=max(actions)),
-        ExecutorInstructions(INSTRUCTIONS),
+    acts = ExecutorConfig(
+        **common,
+        model=pair[1],
+        engine=engine,
+        mode="generate",
+        max_new_tokens=max(actions),
+        context=config.context,
+        prefix_mib=config.prefix_mib if engine == "hf" else 0,
     )
+    acting: Any = load_executor(acts, ExecutorInstructions(INSTRUCTIONS))
     compiler = CompilerConfig(
         **common,
         model=pair[0],
@@ -224,8 +245,8 @@ def _hf_pair(acting: Any, config: CompilerConfig, script: Script) -> Iterator[Lo
 
     force_emissions = lambda ids: setattr(TimedDecoder, "script", ids)
     compiling = ScriptedCompiler(load_compiler(config, acting, 0), script, force_emissions, watch)
-    with decoding_by(TimedDecoder):
-        yield LoadedPair("hf", compiling, ScriptedExecutor(acting, script, lambda ids: setattr(forced, "rows", ids)))
+    with decoding_by(TimedDecoder), patch("executor.hf.FreeWalk", forced.walk):
+        yield LoadedPair("hf", compiling, ScriptedExecutor(acting, script, forced.force, acting.reads))
 
 
 @contextmanager
@@ -246,7 +267,7 @@ def _vllm_pair(acting: Any, config: CompilerConfig, script: Script) -> Iterator[
     force_lengths(served.llm, lengths["compiler"])
     force_lengths(acting.llm, lengths["executor"])
     block = served.llm.llm_engine.vllm_config.cache_config.block_size
-    yield LoadedPair("vllm", compiling, ScriptedExecutor(acting, script, force("executor")), block)
+    yield LoadedPair("vllm", compiling, ScriptedExecutor(acting, script, force("executor"), acting.reads), block)
 
 
 def _measure(models: LoadedPair, delivery: str, episodes: int, script: Script, config: DeliveryBench) -> dict[str, Any]:
@@ -296,9 +317,15 @@ def _series(values: list[float]) -> dict[str, Any]:
     return {"first": values[0], "mean": statistics.fmean(values[1:]), "values": values}
 
 
-def _ratios_to_static(rows: Sequence[dict[str, Any]], delivery: str) -> dict[str, float]:
+def _mean_seconds(row: dict[str, Any]) -> float:
+    return row["seconds"]["total"]["mean"]
+
+
+def _ratios_to_static(
+    rows: Sequence[dict[str, Any]], delivery: str, seconds: Callable[[dict[str, Any]], float]
+) -> dict[str, float]:
     """Divide the delivery's seconds per step in steady state by those of static, by engine and number of episodes."""
-    means = {(f"{r['engine']} x{r['episodes']}", r["delivery"]): r["seconds"]["total"]["mean"] for r in rows}
+    means = {(f"{r['engine']} x{r['episodes']}", r["delivery"]): seconds(r) for r in rows}
     return {at: mean / means[at, "static"] for (at, name), mean in means.items() if name == delivery}
 
 

@@ -34,10 +34,13 @@ from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS as EXECUTOR_INSTRUCTIONS
 from eval.runs import EPISODES
 from executor.base import TokenExecutor
+from executor.decoding import FreeWalk
 from executor.prompt import ExecutorRequest, memory_text
-from executor.records import PAPER_VIEW, Action, Executor, ExecutorView
+from executor.records import Action, Executor, ExecutorView
 from lm.backbone import load_encoder
-from memory.entry import MemoryEntry, Provenance
+from memory.entry import MemoryEntry
+from memory.protocol import Record, Trace
+from memory.trajectory import entry_of_trace
 
 DEFAULT_RECORD = Path(__file__).with_name("household_steps.json")  # its `about` describes the recording
 
@@ -132,13 +135,10 @@ class Script:
         self.executor = TokenExecutor(load_encoder(executor), EXECUTOR_INSTRUCTIONS)
 
     def spec(self, number: int) -> EpisodeSpec:
-        """Create home `number` with entries of at least `memory_tokens` tokens in total."""
-        draw, entries = random.Random(f"{self.seed} {number}"), []
+        """Create home `number` with raw trajectories of at least `memory_tokens` tokens in total."""
+        draw, entries = random.Random(f"{self.seed} {number}"), list[MemoryEntry]()
         while self.count_tokens(memory_text([entry.text for entry in entries])) < self.memory_tokens:
-            text = _entry_text(draw, number)
-            entries.append(
-                MemoryEntry(f"{number}-{len(entries)}", text, Provenance("", "", goal="", split="train", success=True))
-            )
+            entries.append(replace(_raw_entry(draw, number), id=f"{number}-{len(entries)}"))
         task = Task(str(number), "put a hot mug in cabinet", f"home {number}", "train", kind="heat")
         return EpisodeSpec(task, tuple(entries))
 
@@ -177,12 +177,26 @@ class Script:
         return requests
 
 
-def _entry_text(draw: random.Random, number: int) -> str:
+def _raw_entry(draw: random.Random, number: int) -> MemoryEntry:
+    """Create the raw trajectory of an episode with a search: about 390 tokens of a language model, as ALFWorld's."""
     thing, place = draw.choice(("mug", "plate", "book", "apple")), draw.choice(("shelf", "cabinet", "drawer", "desk"))
-    visits = [f"go to {draw.choice(('shelf', 'drawer', 'sidetable'))} {draw.randint(1, 9)}" for _ in range(3)]
+    visits = [f"{draw.choice(('shelf', 'drawer', 'sidetable'))} {draw.randint(1, 9)}" for _ in range(4)]
     found = f"{place} {draw.randint(1, 9)}"
-    lines = [*visits, f"go to {found}", f"take {thing} 1 from {found}", f"heat {thing} 1 with microwave 1"]
-    return "\n".join([f"in home {number}: put a hot {thing} in cabinet", *lines, f"the {thing} was in {found}"])
+    things = lambda: ", ".join(
+        f"a {draw.choice(('pen', 'bowl', 'vase', 'cup'))} {draw.randint(1, 3)}" for _ in range(4)
+    )
+    at = lambda spot, more="": f"You arrive at {spot}. On the {spot}, you see {things()}{more}."
+    steps = [(f"go to {spot}", at(spot)) for spot in visits]
+    steps += [(f"go to {found}", at(found, f" and a {thing} 1"))]
+    steps += [(f"take {thing} 1 from {found}", f"You pick up the {thing} 1 from the {found}.")]
+    steps += [(f"heat {thing} 1 with microwave 1", f"You heat the {thing} 1 using the microwave 1.")]
+    places = ", ".join(f"a {kind} {n}" for kind in ("shelf", "cabinet", "drawer") for n in range(1, 5))
+    first = f"You are in the middle of a room. Looking quickly around you, you see {places} and a microwave 1."
+    views = [first, *(answer for _, answer in steps)]
+    records = tuple(Record(t, views[t], action, answer) for t, (action, answer) in enumerate(steps))
+    task = Task(str(number), f"put a hot {thing} in cabinet", f"home {number}", "train", kind="heat")
+    why = f"in home {number} the {thing} was in {found}"
+    return entry_of_trace(Trace(task, records, success=True, rationale=why), "raw")
 
 
 class ScriptedGate:
@@ -227,15 +241,36 @@ def decoding_by(decoder: type[Decoder]) -> Any:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Force a Hugging Face model to generate the ids of `rows`, and then its end of turn."""
+    """Force a Hugging Face model to generate the ids of `rows`, and then its end of turn: as a logits processor, or,
+    where the executor has a prefix cache, as its walks."""
 
     def __init__(self, end_id: int) -> None:
         self.end_id, self.rows = end_id, list[tuple[int, ...]]()
+        self._walks = iter(self.rows)
+
+    def force(self, rows: list[tuple[int, ...]]) -> None:
+        """Set the ids of the next batch."""
+        self.rows, self._walks = rows, iter(rows)
+
+    def walk(self, end: int, most: int) -> FreeWalk:
+        """Create the walk of the batch's next row."""
+        return _ForcedWalk(next(self._walks), end, most)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         t = input_ids.shape[1]  # generated so far: prompts are embeddings
         ids = [row[t] if t < len(row) else self.end_id for row in self.rows]
         return torch.full_like(scores, -torch.inf).scatter(1, torch.tensor(ids, device=scores.device)[:, None], 0.0)
+
+
+class _ForcedWalk(FreeWalk):
+    """An answer of given tokens, which ignores the model's choice."""
+
+    def __init__(self, ids: tuple[int, ...], end: int, most: int) -> None:
+        super().__init__(end, most)
+        self.ids = ids
+
+    def take(self, token: int) -> None:
+        super().take(self.ids[len(self.path)])
 
 
 def force_lengths(llm: Any, lengths: Sequence[int]) -> None:
@@ -278,9 +313,9 @@ class ScriptedExecutor:
     model: Any
     script: Script
     force: Callable[[list[tuple[int, ...]]], None]
+    reads: ExecutorView
     accepts_soft: bool = True
     sees_images: bool = False
-    reads: ExecutorView = PAPER_VIEW
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         self.force([self.script.action_ids(request) for request in requests])

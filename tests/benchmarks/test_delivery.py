@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
 from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
-from executor.prompt import ExecutorRequest, MemoryBlock
+from executor.prompt import ExecutorRequest, MemoryBlock, Turn
 from lm.backbone import load_encoder
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, spec
@@ -118,6 +120,12 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
     compiled, static = (row(results, name, 1)["seconds"]["total"]["values"] for name in ("compiled", "static"))
     ratio = sum(compiled[1:]) / sum(static[1:])  # of the steady state: the first step stands apart
     assert results["ratio"]["compiled"]["hf x1"] == pytest.approx(ratio)
+    cases = re.findall(r"^(\w+) over static, (.+) \(lower bounds [\d.]+\) ratio: ([\d.]+)$", output, re.MULTILINE)
+    assert cases == [
+        (name, at, f"{results['ratio'][name][at]:.2f}")
+        for at in ("hf x1", "hf x2")
+        for name in ("compiled", "compiled_gated")
+    ]
     assert set(results["ratio"]) == {"compiled", "compiled_gated"} and set(results["ratio"]["compiled"]) == {
         "hf x1",
         "hf x2",
@@ -170,18 +178,25 @@ def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[st
     held = len(reader.tokenizer(text)["input_ids"])
     assert MEMORY <= held == row(results, "static", 1)["memory_tokens"] < MEMORY + held / len(memory) + 1
 
-    def prompt(t: int, delivered: MemoryBlock) -> int:
-        return len(reader.encode(ExecutorRequest(goal(1000), delivered, history(t), observation(t).text)).ids)
+    def prompts(delivered: Sequence[MemoryBlock]) -> list[int]:
+        """Tokens of every step's chat, whose past turns keep guidance, but no soft tokens."""
+        past = [Turn(observation(t).text, step_at(t).action, replace(delivered[t], soft=None)) for t in range(STEPS)]
+        chats = [
+            ExecutorRequest(
+                goal(1000), delivered[t], history(t), observation(t).text, context="turns", past=tuple(past[:t])
+            )
+            for t in range(STEPS)
+        ]
+        return [len(reader.encode(chat).ids) for chat in chats]
 
     tokens = {name: row(results, name, 1)["tokens"] for name in ("none", "static", "compiled")}
-    assert tokens["none"]["executor_in"]["values"] == [prompt(t, MemoryBlock()) for t in range(STEPS)]
-    assert tokens["static"]["executor_in"]["values"] == [prompt(t, MemoryBlock(memory=text)) for t in range(STEPS)]
+    assert tokens["none"]["executor_in"]["values"] == prompts([MemoryBlock()] * STEPS)
+    assert tokens["static"]["executor_in"]["values"] == prompts([MemoryBlock(memory=text)] * STEPS)
     emitted = [parse(step_at(t).emission).emission for t in range(STEPS)]
     soft = [torch.zeros(SOFT, 1) if e.guidance else None for e in emitted]
-    assert tokens["compiled"]["executor_in"]["values"] == [
-        prompt(t, MemoryBlock(guidance=e.guidance, reason=e.reason, soft=z))
-        for t, (e, z) in enumerate(zip(emitted, soft, strict=True))
-    ]
+    assert tokens["compiled"]["executor_in"]["values"] == prompts(
+        [MemoryBlock(guidance=e.guidance, reason=e.reason, soft=z) for e, z in zip(emitted, soft, strict=True)]
+    )
     backbone = load_encoder(MODEL)
     assert tokens["compiled"]["compiler_in"]["values"] == [
         len(backbone.encode(compiler_parts(compile_request(asked, 1000, t)), INSTRUCTIONS).ids) for t in range(STEPS)
@@ -193,7 +208,12 @@ def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[st
         assert of["executor_out"]["values"] == [
             len(reader.tokenizer(step_at(t).action)["input_ids"]) for t in range(STEPS)
         ]
-        assert of["executor_cached"]["mean"] == of["compiler_cached"]["mean"] == 0  # no cache between steps
+    # Between steps both models keep what they read: pasted memory the executor, memory the compiler.
+    pasted, compiled = tokens["static"], tokens["compiled"]
+    assert min(pasted["executor_cached"]["values"][1:]) > held and min(compiled["compiler_cached"]["values"][1:]) > held
+    new = [now - before for before, now in itertools.pairwise(pasted["executor_in"]["values"])]
+    uncached = zip(pasted["executor_in"]["values"][1:], pasted["executor_cached"]["values"][1:], strict=True)
+    assert all(read - cached <= more + 8 for (read, cached), more in zip(uncached, new, strict=True))
 
 
 def test_what_is_said_comes_from_a_run_or_a_file(tmp_path: Path) -> None:
@@ -287,6 +307,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
         (["--engine", "both,hf"], "hf, vllm or both"),
         (["--memory-tokens", "9000", "--engine", "hf"], "lower --memory-tokens"),
         (["--dtype", "int8"], "float32"),
+        (["--context", "chat"], "turns or rebuilt"),
     ],
 )
 def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> None:

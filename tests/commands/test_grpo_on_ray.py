@@ -160,7 +160,7 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
     """In slices, which rank 0 gives out: nobody but the engines has the compiler whole. Episodes of the second update
     are played while it is learnt from those of the first."""
     more = {"placement.trainers": 2, "placement.compilers": 2, "placement.executors": 0, "backend": "fsdp"}
-    more |= {"overlap": True, "loss.importance_cap": 2.0}
+    more |= {"max_staleness": 1, "loss.importance_cap": 2.0}
     with ray_nodes(1, 1):
         out = grpo(sft, tmp_path / "run", cluster="ray", updates=2, save_every=2, **more)
     made = numbers(out)

@@ -17,7 +17,7 @@ from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
 from configs.reproduce import find_chain, shipped_chains
 from configs.training import GrpoConfig, SftConfig
-from lm.architecture import cache_bytes_per_token, model_config
+from lm.architecture import cache_bytes_per_token, model_config, weight_bytes
 from memcompiler.cli import app
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
 from plan.command import load_any
@@ -155,6 +155,18 @@ def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(b
     assert alone.weights - served.weights == pytest.approx(weights, rel=0.01)
     assert alone.loading > weights + GIB and served.loading == 0  # loaded whole, and cut then
     assert served.host - HOST == pytest.approx(weights / 4, rel=0.01) and alone.host == HOST
+
+
+@pytest.mark.seconds
+def test_rollouts_ahead_of_updates_take_a_second_compiler_and_the_plan_says_what_they_save():
+    changes = ([f"max_staleness={most}", "loss.importance_cap=2"] for most in (0, 2))
+    configs = (load_config(GrpoConfig, "grpo/quickstart", given) for given in changes)
+    alone, ahead = (plan(config, SHORT, H100, 1) for config in configs)
+    weights = weight_bytes("zoo/household/compiler", "float32")
+    assert ahead.budgets[0].weights - alone.budgets[0].weights == pytest.approx(weights, rel=0.05)
+    longer = max(ahead.shares["update"], 1 - ahead.shares["update"])
+    assert f"up to 2 updates ahead: on devices of their own, an update takes at least {longer:.0%}" in ahead.notes[-1]
+    assert not any("ahead" in note for note in alone.notes)
 
 
 @pytest.mark.seconds

@@ -112,7 +112,7 @@ def test_grpo_plays_learns_and_resumes_to_the_same_weights(kind: str, tmp_path: 
 
 
 def test_rollouts_that_overlap_with_the_update_run_on_the_gpu(tmp_path: Path) -> None:
-    settings = {"overlap": True, "updates": 3, "save_every": 10, "tasks": 1, "loss": {"importance_cap": 2.0}}
+    settings = {"max_staleness": 1, "updates": 3, "save_every": 10, "tasks": 1, "loss": {"importance_cap": 2.0}}
     trainer = grpo_trainers.trainer(tmp_path, device="cuda", **settings)
     metrics = [made for made, _ in trainer.steps()]
     assert [made["staleness"] for made in metrics] == [0.0, 1.0, 1.0]

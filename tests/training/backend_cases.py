@@ -120,7 +120,7 @@ def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
 def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Make two updates on given samples (3 and 2 by rank, then 2 and 0), then one complete update with rollouts."""
     t = grpo_trainer(out / name, backend, **settings)
-    t._sync_sampler()
+    t._set_sampler(t._snapshot(), t.step)
     t.sampler.generator.manual_seed(0)
     samples = samples_of(grpo_trainers.played(t, t.sampler), t.sampler, t.policy.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1

@@ -53,7 +53,7 @@ def test_it_plays_as_evaluation_does_and_leaves_rollouts_as_they_were(tmp_path):
     episodes, run = [], t.held_out_tasks.engine.executor.act
     t.held_out_tasks.engine.executor.act = lambda requests: (episodes.extend(requests), run(requests))[1]
     t.step = 7
-    t._sync_sampler()
+    t._set_sampler(t._snapshot(), t.step)
     t.held_out_tasks.play(t.sampler)
     assert {decoding.temperature for decoding, _ in seen} == {0.0} and {version for _, version in seen} == {7}
     assert t.compiler.decoding == drawn and drawn.temperature == 1.2
@@ -86,8 +86,8 @@ def test_success_says_which_checkpoint_is_the_best_and_when_to_stop(tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_run_with_overlap_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
-    settings = {"overlap": True, "loss": {"importance_cap": 2.0}, "updates": 6, "save_every": 4}
+def test_a_run_with_rollouts_ahead_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
+    settings = {"max_staleness": 1, "loss": {"importance_cap": 2.0}, "updates": 6, "save_every": 4}
     made = [trainer(tmp_path / run, held_out=FATES, evaluation={"tasks": 5}, **settings) for run in ("whole", "cut")]
     rates = [0.1, 0.4, 0.2]
     for t in made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -28,9 +29,10 @@ from tests.training.grpo_trainers import (
     trainer,
 )
 from training.losses import clipped_surrogate, group_advantages, kl_estimate
-from training.metrics import mismatch_lines, rollout_means
+from training.metrics import mismatch_lines, rollout_means, token_means
 from training.policy import token_weights
 from training.rollout import Group, RolloutEngine, Sample, reward, samples_of
+from training.rollouts_ahead import Rollout
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -443,12 +445,13 @@ def test_resume_is_exact(tmp_path, settings):
 
 
 @pytest.mark.seconds
-def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
-    settings = {"updates": 6, "save_every": 3, "overlap": True}
+@pytest.mark.parametrize(("most", "staleness"), [(1, [0, 1, 1, 0, 1, 1]), (2, [0, 1, 2, 0, 1, 2])])
+def test_rollouts_ahead_use_weights_of_a_fixed_age_and_resume_exactly(tmp_path, most, staleness):
+    settings = {"updates": 6, "save_every": 3, "max_staleness": most}
     settings |= {"loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}
     whole = trainer(tmp_path / "whole", **settings)
     rows = [(metrics, samples_of(groups, whole.compiler)) for metrics, groups in whole.steps()]
-    assert [metrics["staleness"] for metrics, _ in rows] == [0, 1, 1, 0, 1, 1]  # a checkpoint is a synchronous point
+    assert [metrics["staleness"] for metrics, _ in rows] == staleness  # a checkpoint is a synchronous point
     for u, (metrics, samples) in enumerate(rows):
         assert {s.weight_version for s in samples} == {u - metrics["staleness"]}
         assert (metrics["mismatch_kl"] > 1e-6) == bool(metrics["staleness"])
@@ -466,7 +469,7 @@ def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
 def test_what_an_engine_is_told_is_no_copy_of_the_base(tmp_path):
     """An engine that compiles in the trainer's place gives the same run; what is kept for it beside the policy, which
     changes meanwhile, is LoRA and projector."""
-    settings = {"overlap": True, "loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}
+    settings = {"max_staleness": 1, "loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}
     runs = [trainer(tmp_path / str(served), served=served, **settings) for served in (False, True)]
     made = [[{k: v for k, v in metrics.items() if "seconds" not in k} for metrics, _ in run.steps()] for run in runs]
     assert made[0] == made[1] and made[0][-1]["staleness"] == 1
@@ -475,6 +478,49 @@ def test_what_an_engine_is_told_is_no_copy_of_the_base(tmp_path):
     assert {name for name, p in engines.items() if not p.is_meta} == set(told)
     assert not any(p.is_meta for p in own.values())
     assert sum(p.nbytes for p in told.values()) < 0.5 * sum(p.nbytes for p in own.values())
+
+
+def test_samples_that_are_too_old_are_never_trained_on(tmp_path):
+    """An update refuses them before its weights change, whatever the thread that played them says of itself."""
+    t = trainer(tmp_path, max_staleness=1, loss={"importance_cap": 2.0}, save_every=10)
+    first, second = t.take_step()[1], t.take_step()[1]
+    assert {s.weight_version for groups in (first, second) for s in samples_of(groups, t.compiler)} == {0}
+    t._ahead.take(2, t._snapshot)
+    episodes = [episode for group in second for episode in group.episodes]
+    old = Rollout([0] * 4 + [1] * 4, episodes, weight_version=1, seconds=0.0)  # it claims to be one update old
+    t._ahead._rollouts[2] = Future()
+    t._ahead._rollouts[2].set_result(old)
+    before = trainable(t)
+    with pytest.raises(RuntimeError, match="update 2 has a sample of weights of version 0, older than max_staleness 1"):
+        t.take_step()
+    assert t.step == 2 and all(torch.equal(before[name], weight) for name, weight in trainable(t).items())
+
+
+def test_the_gradient_of_stale_samples_is_the_importance_weighted_one(tmp_path):
+    """By hand: the sum over tokens of -w A min(pi / pi_rollout, cap) grad log pi, at weights two updates later."""
+    cap = 1.01
+    t = trainer(tmp_path, loss={"importance_cap": cap}, optimizer={"lr": 3e-3, "projector_lr": 1e-2})
+    samples = fresh_samples(t)
+    for update in (0, 1):
+        t.learn(samples, update)
+    weights, _, _ = token_weights(samples, t.config.loss)
+    policy = [p for p in t.compiler.parameters() if p.requires_grad]
+    loss, totals = t.policy.loss(list(zip(samples, weights, [None] * len(samples), strict=True)))
+    found = torch.autograd.grad(loss, policy)
+    expected, ratios = torch.zeros(()), []
+    for sample, weight in zip(samples, weights, strict=True):
+        scores = t.policy.score([sample])
+        logprobs = scores.logprobs[scores.mask]
+        ratios.append((logprobs.detach() - sample.rollout_logprobs).exp())
+        expected = expected - (weight * sample.advantage * ratios[-1].clamp(max=cap) * logprobs).sum()
+    for mine, by_hand in zip(found, torch.autograd.grad(expected, policy), strict=True):
+        torch.testing.assert_close(mine, by_hand, rtol=1e-4, atol=1e-7)
+    ratio, metrics = torch.cat(ratios), token_means(totals)
+    assert 0.05 < metrics["importance_capped"] < 0.95 and ratio.max() > 1.05  # there is something to cap
+    assert metrics["importance_capped"] == pytest.approx((ratio > cap).float().mean().item())
+    assert metrics["importance"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    peaks = [metrics[f"importance_{name}_max"] for name in ("text", "latent")]
+    assert max(peaks) == pytest.approx(ratio.max().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("gap", "weight"), [(0.25, math.exp(0.25)), (2.0, 1.5), (-1.0, math.exp(-1.0))])
@@ -529,6 +575,6 @@ def test_a_run_says_once_how_far_engine_and_trainer_are_apart(tmp_path):
     assert "latent nan" in warning
 
 
-def test_overlap_wants_a_correction():
+def test_rollouts_ahead_want_a_correction():
     with pytest.raises(ValueError, match=r"set loss\.importance_cap"):
-        GrpoConfig(overlap=True)
+        GrpoConfig(max_staleness=1)
