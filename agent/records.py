@@ -28,8 +28,9 @@ from executor.prompt import ExecutorRequest, MemoryBlock, Turn, executor_text, m
 from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import EntryStore, Recall, Record
 from memory.trajectory import png_bytes
+from runtime.checksums import parse_row
 from runtime.errors import StopReason, first_failure
-from runtime.parsing import check_types, parse_json
+from runtime.parsing import check_types
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -339,7 +340,7 @@ def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
             if not line.strip():
                 continue
             try:
-                yield episode_from_json(parse_json(line), images)
+                yield episode_from_json(parse_row(line), images)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 

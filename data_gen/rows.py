@@ -25,6 +25,7 @@ from executor.prompt import MemoryBlock, Turn, memory_text
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import EntryStore
 from memory.trajectory import goal_with_scene, png_bytes
+from runtime.checksums import SUMS, check_folder, record_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -199,10 +200,12 @@ def rows_to_dataset(rows: Sequence[SftRow]) -> Dataset:
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
-    """Save rows in a folder. Raises: ValueError, if there are none."""
+    """Save rows with their checksums in a folder. Raises: ValueError, if there are none."""
     if not rows:
         raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters dropped all rows")
+    (folder / SUMS).unlink(missing_ok=True)  # of rows that a killed process left
     rows_to_dataset(rows).save_to_disk(str(folder))
+    record_folder(folder)
 
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -279,6 +282,7 @@ def _open_dataset(folder: Path, without: Collection[str] = ()) -> Dataset:
     from datasets import Dataset
 
     try:
+        check_folder(folder)
         dataset = Dataset.load_from_disk(str(folder))
         dataset.data.table.validate(full=True)  # reading damaged Arrow data crashes the process
     except Exception as error:  # libraries raise various errors on damaged files

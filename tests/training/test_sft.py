@@ -132,7 +132,7 @@ def test_only_the_newest_checkpoints_are_kept_and_nothing_is_pickled(tmp_path):
     list(trainer(tmp_path, keep=1).steps())
     kept = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert [p.name for p in kept] == ["step-000006"]
-    assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md"}
+    assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md", ""}
 
 
 def test_executor_prompt_of_a_row_holds_n_placeholders():
