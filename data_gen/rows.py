@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 from torch.utils.data import Dataset as Stored
 
 from agent.records import Episode, StepInput
@@ -26,6 +24,7 @@ from memory.entry import MemoryEntry, Provenance
 from memory.protocol import EntryStore
 from memory.trajectory import goal_with_scene, png_bytes
 from runtime.checksums import SUMS, check_folder, record_folder
+from runtime.pictures import open_picture
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +80,7 @@ class SftRow:
         images = self.memory_images or ((),) * len(self.memory_ids)
         entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
         memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
-        image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
+        image = open_picture(self.image).convert("RGB") if self.image else None
         blank = ("",) * len(self.history)
         guided = zip(self.guidances or blank, self.reasons or blank, strict=True)
         past = zip(self.views or blank, self.history, guided, strict=True)

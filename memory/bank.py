@@ -343,6 +343,7 @@ class MemoryBank:
         """Open the table at its newest version, once."""
         if self._table is not None:
             return self._table
+        self._files.check()
         table = find_table(self.path)
         if table is None and create:
             table = create_table(self.path, self.embed, self._wanted or "commands")
@@ -351,7 +352,6 @@ class MemoryBank:
                 f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import one "
                 f"(memcompiler bank import {self.path} FILE.jsonl)"
             )
-        self._files.check()
         check_schema(schema := table.schema, self.embed, self.path, self._wanted)
         self._table, self._text = table, stored_text(schema)
         return table

@@ -22,7 +22,7 @@ from runtime.parsing import parse_json
 
 SUMS = "SHA256SUMS"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without locks
-_CRC = re.compile(rb', "crc32": "([^"]*)"\}\s*\Z')
+_LAST = re.compile(rb', "([^"]*)": "([^"]*)"\}\s*\Z')  # a row's last member
 _CRC_BYTES = 40  # more than a checksum and its line break take
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 
@@ -44,13 +44,14 @@ def with_crc(text: str) -> str:
 def parse_row(line: bytes) -> Any:
     """Parse a line of JSON Lines without its checksum. Raises: ValueError, for invalid JSON or another checksum."""
     start = max(0, len(line) - _CRC_BYTES)
-    found = _CRC.search(line, start)
-    if found is None:
+    last = _LAST.search(line, start)
+    if last is None:
         return parse_json(line)
-    body = line[: found.start()]
-    if f"{zlib.crc32(body):08x}".encode() != found[1]:
+    body = line[: last.start()]
+    named, equal = last[1] == b"crc32", last[2] == f"{zlib.crc32(body):08x}".encode()
+    if named != equal:  # the row, its checksum, or the checksum's name
         raise ValueError("its checksum is another one")
-    return parse_json(body + b"}")
+    return parse_json(body + b"}" if named else line)
 
 
 # -- whole files ------------------------------------------------------------------------------------------------------

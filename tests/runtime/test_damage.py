@@ -65,7 +65,7 @@ def journal(folder: Path) -> Reader:
 def sessions(folder: Path) -> Reader:
     store = SessionStore(folder, SessionsConfig())
     store.add(store.use("s", "a goal", "home 1"), ProxyStep("k", None, "a view"))
-    return lambda: [each.steps["k"].to_json() for each in SessionStore(folder, SessionsConfig())]
+    return lambda: [step.to_json() for each in SessionStore(folder, SessionsConfig()) for step in each.steps.values()]
 
 
 def vectors(folder: Path) -> Reader:
@@ -163,9 +163,9 @@ def test_a_cut_file_is_named_or_costs_its_last_row(kind: str, tmp_path: Path) ->
         for size in (0, len(before) // 2, len(before) - 1):
             path.write_bytes(before[:size])
             found = reading(read, path)
-            if kind in ("run", "vectors") or path.name == SUMS:
-                continue  # fewer rows of metrics; vectors that are computed again; fewer files that are checked
-            assert found is None or found == whole[: len(found)], f"{path.name} of {size} bytes: {found}"
+            if kind not in ("run", "vectors"):  # fewer rows of metrics; vectors are computed again
+                rest = isinstance(found, list) and found == whole[: len(found)]
+                assert found is None or found == whole or rest, f"{path.name} of {size} bytes: {found}"
         path.write_bytes(before)
 
 
@@ -189,18 +189,11 @@ def test_every_single_bit_of_a_row_is_covered() -> None:
     row = {"task": "put a mug", "n": [1, 2.5, None], "ok": True}
     line = with_crc(json.dumps(row)).encode() + b"\n"
     assert parse_row(line) == row == parse_row(json.dumps(row).encode())  # a row without a checksum is read
-    unchecked = 0
     for at in range(len(line) - 1):
         for bit in range(8):
             flipped = line[:at] + bytes([line[at] ^ 1 << bit]) + line[at + 1 :]
-            try:
-                found = parse_row(flipped)
-            except ValueError:
-                continue
-            # Only a flip in the name of the checksum leaves a row unchecked, whose own members are whole.
-            assert found == found | row and "crc32" not in found and len(found) == 4
-            unchecked += 1
-    assert unchecked < 5 * 8
+            with pytest.raises(ValueError):
+                parse_row(flipped)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
