@@ -15,6 +15,7 @@ PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "training": "Measure SFT beside transformers.Trainer.",
     "prefixes": "Compare training with and without shared prefixes.",
     "serving": "Measure serving: deliveries, compile speed, load.",
+    "chaos": "Kill commands at random moments and compare what they end with.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }
 

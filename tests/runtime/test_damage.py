@@ -103,15 +103,6 @@ def run(folder: Path) -> Reader:
     )
 
 
-def answers(folder: Path) -> Reader:
-    AnswerCache(folder / "answers.sqlite", "m").keep("k", "teacher", Answer("go to shelf 1", 7, 3))
-
-    def read() -> Answer | None:
-        return AnswerCache(folder / "answers.sqlite", "m").answer("k")
-
-    return read
-
-
 MAKERS = {make.__name__: make for make in (episodes, journal, sessions, vectors, bank, rows, manifest, run)}
 UNREAD = (".lock", "hint.json", ".txn")  # holds no data
 
@@ -194,6 +185,20 @@ def test_every_single_bit_of_a_row_is_covered() -> None:
             flipped = line[:at] + bytes([line[at] ^ 1 << bit]) + line[at + 1 :]
             with pytest.raises(ValueError):
                 parse_row(flipped)
+
+
+def test_a_flipped_bit_of_a_cached_answer_is_named(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path / "answers.sqlite", "m")
+    cache.keep("k", "teacher", Answer("go to shelf 1", 7, 3))
+    cache.keep_vectors({"v": b"12345678"}, "embed", 2)
+    assert cache.answer("k") == Answer("go to shelf 1", 7, 3) and cache.vectors(["v", "w"]) == {"v": b"12345678"}
+    for statement in ("UPDATE answers SET text = 'go to shelf 3'", "UPDATE vectors SET vector = x'0102030405060708'"):
+        cache._db.execute(statement)
+    for read in (lambda: cache.answer("k"), lambda: cache.vectors(["v"])):
+        with pytest.raises(EndpointStop, match=r"answers\.sqlite is damaged .*delete the file"):
+            read()
+    cache._db.execute("DELETE FROM checksums")  # as a file of an earlier version
+    assert cache.answer("k") == Answer("go to shelf 3", 7, 3)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
