@@ -173,9 +173,21 @@ def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
 
 def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
     """Write adapter and projector of an unsharded compiler into a folder, without a state of training."""
-    compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
+    save_adapter(folder, compiler)
     save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
     (folder / "state.json").write_text("{}")
+
+
+def save_adapter(folder: Path, compiler: MemoryCompiler, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter, by default with its own weights; equal adapters give equal bytes."""
+    compiler.policy.save_pretrained(
+        folder / "adapter", state_dict=weights, safe_serialization=True, save_embedding_layers=False
+    )
+    settings = read_json(folder / ADAPTER_CONFIG)
+    for name in ("target_modules", "exclude_modules"):  # sets in PEFT, whose order differs between processes
+        if isinstance(settings.get(name), list):
+            settings[name] = sorted(settings[name])
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from compiler.checkpoint import (
     checkpoint_name,
     checkpoints,
     read_weights,
+    save_adapter,
     save_projector,
 )
 from compiler.hf import MemoryCompiler
@@ -66,7 +67,7 @@ def save_checkpoint(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     adapter = {n.removeprefix(POLICY): t for n, t in tensors.weights.items() if n.startswith(POLICY)}
-    compiler.policy.save_pretrained(part / "adapter", state_dict=adapter, save_embedding_layers=False)
+    save_adapter(part, compiler, adapter)
     projector = {n.removeprefix(PROJECTOR): t for n, t in tensors.weights.items() if n.startswith(PROJECTOR)}
     save_projector(part, compiler.projector.config, projector)
     save_file(tensors.moments, part / OPTIMIZER)
