@@ -71,8 +71,12 @@ def record_files(folder: Path, names: Iterable[str]) -> None:
 
 def record_content(path: Path, data: bytes) -> None:
     """Record what a file will hold, before it is replaced: until then, its old content remains valid, too."""
+    known = sums(path.parent).get(path.name)
+    if known is None:  # of an earlier version: its content, too
+        known = [_sha256(path)] if path.exists() else []
+        _append(path.parent, [_line(path.name, digest) for digest in known])
     digest = hashlib.sha256(data).hexdigest()
-    if digest not in sums(path.parent).get(path.name, ()):
+    if digest not in known:
         _append(path.parent, [_line(path.name, digest)])
 
 
