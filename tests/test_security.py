@@ -128,7 +128,7 @@ def test_a_compressed_body_is_not_expanded() -> None:
     app, _ = application()
     headers = {"authorization": "Bearer key", "content-encoding": "gzip", "content-type": "application/json"}
     answer = TestClient(app).post("/compile", content=gzip.compress(b"[" * 10**8), headers=headers)
-    assert answer.status_code == 422 and "invalid JSON" in answer.text.lower().replace("json: ", "json")
+    assert answer.status_code == 422 and "invalid json" in answer.text.lower()
 
 
 # -- paths ------------------------------------------------------------------------------------------------------------
