@@ -41,8 +41,9 @@ def with_crc(text: str) -> str:
     return f'{text[:-1]}, "crc32": "{zlib.crc32(text[:-1].encode("ascii")):08x}"}}'
 
 
-def parse_row(line: bytes) -> Any:
+def parse_row(line: bytes | str) -> Any:
     """Parse a line of JSON Lines without its checksum. Raises: ValueError, for invalid JSON or another checksum."""
+    line = line.encode() if isinstance(line, str) else line
     start = max(0, len(line) - _CRC_BYTES)
     last = _LAST.search(line, start)
     if last is None:
