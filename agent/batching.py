@@ -12,6 +12,11 @@ T = TypeVar("T")
 Backend = Callable[..., list[Any]]  # lists of arguments, one item per request -> one result per request
 
 
+def takes_seeds(owner: object) -> bool:
+    """Return whether a compiler or executor can draw each request's tokens by a seed of its own."""
+    return bool(getattr(owner, "takes_seeds", False))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
     """A pending request of the episode `index`: one argument for each list that the backend takes."""
@@ -37,6 +42,11 @@ class StepBatcher:
         self._live = min(concurrency, len(episodes))
         await asyncio.gather(*(self._worker(queue, results) for _ in range(self._live)))
         return [results[i] for i in range(len(episodes))]
+
+    def seeds_requests_of(self, owner: object) -> bool:
+        """Return whether each request of this owner has its own seed. In PyTorch the requests of a batch share the
+        owner's random numbers."""
+        return takes_seeds(owner) and getattr(owner, "concurrent", False)
 
     async def call(self, index: int, backend: Backend, *arguments: Any) -> tuple[Any, float]:
         """Return the backend's result for one request, and this request's share of the batch's seconds.
@@ -79,7 +89,7 @@ def _serve(batch: Sequence[_Request]) -> None:
     """Serve a batch: each request gets a result or an exception, and its share of the seconds."""
     started = time.perf_counter()
     try:
-        results = _results(batch[0].backend, [request.arguments for request in batch])
+        results = results_of(batch[0].backend, [request.arguments for request in batch])
     except Exception as error:  # each episode converts it to its own failure
         results = [error] * len(batch)
     seconds = (time.perf_counter() - started) / len(batch)
@@ -92,18 +102,21 @@ def _serve(batch: Sequence[_Request]) -> None:
             request.future.set_result((result, seconds))
 
 
-def _results(backend: Backend, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+def results_of(backend: Backend, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return one result per request. After a ValueError, try each request alone to find the bad one."""
     try:
         return backend(*map(list, zip(*rows, strict=True)))
     except ValueError as error:
         if len(rows) == 1:
             return [error]
-        return [_results(backend, [row])[0] for row in rows]
+        return [results_of(backend, [row])[0] for row in rows]
 
 
 class Unbatched(StepBatcher):
     """Calls each backend at once, for a loop without other episodes to batch with."""
+
+    def seeds_requests_of(self, owner: object) -> bool:
+        return False
 
     async def call(self, index: int, backend: Backend, *arguments: Any) -> tuple[Any, float]:
         started = time.perf_counter()

@@ -1,20 +1,22 @@
 """The agent loop (paper Eq. 3 to 5): observe, compile, act, apply, step. data_gen, training and eval share it.
 
-Many episodes run side by side; `agent.batching.StepBatcher` batches their requests to each backend.
+Many episodes run side by side; `agent.batching` or `agent.continuous` brings their requests to each backend.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from agent.batching import Backend, StepBatcher
+from agent.continuous import ContinuousBatcher, batcher_for
 from agent.deliveries import Delivery, pasted_memory
 from agent.records import (
     ALL_KINDS,
@@ -28,7 +30,9 @@ from agent.records import (
     executor_request,
     soft_read_on,
 )
+from agent.seeds import episode_seeds
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
+from configs.models import Batching
 from envs.base import Environment, Observation, Task, Transition, is_persistent
 from executor.prompt import Turn
 from executor.records import Action, Executor
@@ -47,6 +51,7 @@ from runtime.errors import (
 
 _SEQUENCE_BROKE = "the world of the sequence broke"
 T = TypeVar("T")
+Batcher: TypeAlias = StepBatcher | ContinuousBatcher
 # Creates the environment of an episode; in a run of several environments, by `EpisodeSpec.environment`.
 MakeEnvironment: TypeAlias = Callable[[], Environment] | Mapping[str, Callable[[], Environment]]
 
@@ -59,6 +64,14 @@ class EpisodeLimits:
     seed: int = 0
     # Under `Delivery.low_confidence_only`, an executor at least this confident acts without a compilation.
     min_confidence: float = 0.9
+    batching: Batching = "auto"
+    # Seed of the draws of requests that have seeds of their own; None: `seed`.
+    draw_seed: int | None = None
+
+    @property
+    def drawn_by(self) -> int:
+        """Return the seed from which the seeds of episodes are made (`agent.seeds`)."""
+        return self.seed if self.draw_seed is None else self.draw_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,43 +107,24 @@ class EpisodeSpec:
 # -- one episode ------------------------------------------------------------------------------------------------------
 
 
-async def run_episode(
-    env: Environment,
-    spec: EpisodeSpec,
-    *,
-    delivery: Delivery,
-    executor: Executor,
-    limits: EpisodeLimits,
-    batcher: StepBatcher,
-    index: int,
-    continues: bool = False,
-) -> Episode:
+async def run_episode(spec: EpisodeSpec, roles: Roles, continues: bool = False) -> Episode:
     """Play one episode. A failure of environment, memory, compiler or executor ends it with a named reason.
 
     Args:
-        index: of the episode in its batcher.
         continues: keep the world that the previous episode left, instead of resetting the environment.
 
     Raises:
         EndpointStop: no endpoint can be called any more.
         BankError: the memory is not what it was when the run began.
     """
-    roles = Roles(
-        env=env,
-        task=spec.task,
-        delivery=delivery,
-        executor=executor,
-        limits=limits,
-        batcher=batcher,
-        index=index,
-    )
+    env = roles.env
     runner = EpisodeRunner(spec, roles)
     episode = runner.episode
     try:
         runner.begin()
         with _failures_as(EnvironmentFailure):
             observed = await _call(env, is_persistent(env).proceed if continues else env.reset, spec.task)
-        for _ in range(limits.max_steps):
+        for _ in range(roles.limits.max_steps):
             action = await runner.act(observed)
             started = time.perf_counter()
             with _failures_as(EnvironmentFailure):
@@ -260,15 +254,22 @@ async def _call(env: Environment, method: Callable[..., T], *arguments: object) 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Compiler and executor of one episode."""
+    """Compiler and executor of one episode.
+
+    Args:
+        index: of the episode in its batcher.
+        seed: of the draws of its requests (`agent.seeds.episode_seeds`).
+    """
 
     env: Environment
     task: Task
     delivery: Delivery
     executor: Executor
     limits: EpisodeLimits
-    batcher: StepBatcher
+    batcher: Batcher
     index: int
+    seed: int = 0
+    draws: Iterator[int] = field(default_factory=itertools.count)  # numbers of the requests with seeds
 
     async def decide(self, step: StepInput, record: StepRecord) -> str:
         """Compile and act (Eq. 3 to 5), or act without compiling where the delivery skips it. Return the action."""
@@ -313,7 +314,8 @@ class Roles:
     async def _answer(self, owner: object, backend: Backend, request: object) -> tuple[Any, float]:
         """Return the backend's result, and its seconds (of a batch, its share).
 
-        A teacher, which declares `needs_expert`, gets an `EpisodeContext` beside the request. A backend with
+        A teacher, which declares `needs_expert`, gets an `EpisodeContext` beside the request; others may get the
+        request's seed, so that what they draw does not depend on the requests beside it. A backend with
         `batched = False` is called at once: a slow planner would delay all other episodes.
         """
         batched, arguments = getattr(owner, "batched", True), (request,)
@@ -325,6 +327,8 @@ class Roles:
             with _failures_as(EnvironmentFailure):
                 plan = await _call(self.env, self.env.expert) if needs_expert else None
             arguments = request, EpisodeContext(plan, self.task.id, self.limits.seed)
+        elif batched and self.batcher.seeds_requests_of(owner):
+            arguments = request, self.seed + next(self.draws)
         planned = time.perf_counter() - started
         if batched:
             result, seconds = await self.batcher.call(self.index, backend, *arguments)
@@ -377,36 +381,11 @@ def run_sequences(
     makes = make_env if isinstance(make_env, Mapping) else {"": make_env}
     capacities = (getattr(getattr(make, "__self__", make), "capacity", concurrency) for make in makes.values())
     concurrency = min(concurrency, *capacities)
-    batcher = StepBatcher()
-    report = on_episode or (lambda _: None)
-
-    async def play(specs: Sequence[EpisodeSpec], index: int) -> list[Episode]:
-        env, played = makes[specs[0].environment](), list[Episode]()
-        try:
-            for spec in specs:
-                if played:
-                    report(played[-1])
-                if broken := _sequence_failure(played):
-                    episode = _new_episode(spec, delivery, limits)
-                    episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
-                else:
-                    episode = await run_episode(
-                        env,
-                        spec,
-                        delivery=delivery,
-                        executor=executor,
-                        limits=limits,
-                        batcher=batcher,
-                        index=index,
-                        continues=bool(played),
-                    )
-                played.append(episode)
-        finally:
-            close_error = await _close(env)
-        played[-1].error = played[-1].error or close_error
-        report(played[-1])
-        return played
-
+    batcher = batcher_for(limits.batching, (delivery.compiler, executor))
+    player = _Player(makes, delivery, executor, limits, batcher, on_episode or (lambda _: None))
+    tasks = [[(spec.environment, spec.task.id) for spec in specs] for specs in sequences]
+    seeds = episode_seeds(limits.drawn_by, tasks)
+    plays = [partial(player.play, *both) for both in zip(sequences, seeds, strict=True) if both[0]]
     results: list[list[Episode]] = []
 
     async def run_all() -> None:
@@ -415,12 +394,56 @@ def run_sequences(
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            results.extend(await batcher.run([partial(play, specs) for specs in sequences if specs], concurrency))
+            results.extend(await batcher.run(plays, concurrency))
         finally:
             awake.cancel()
 
     asyncio.run(run_all())  # returns nothing, because asyncio would format the repr of a returned result
     return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Player:
+    """Plays sequences of tasks."""
+
+    makes: Mapping[str, Callable[[], Environment]]
+    delivery: Delivery
+    executor: Executor
+    limits: EpisodeLimits
+    batcher: Batcher
+    report: Callable[[Episode], None]
+
+    async def play(self, specs: Sequence[EpisodeSpec], seeds: Sequence[int], index: int) -> list[Episode]:
+        """Play one sequence, with the seed of each episode."""
+        env, played = self.makes[specs[0].environment](), list[Episode]()
+        try:
+            for spec, seed in zip(specs, seeds, strict=True):
+                if played:
+                    self.report(played[-1])
+                if broken := _sequence_failure(played):
+                    episode = _new_episode(spec, self.delivery, self.limits)
+                    episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
+                else:
+                    roles = self._roles(env, spec.task, index=index, seed=seed)
+                    episode = await run_episode(spec, roles, continues=bool(played))
+                played.append(episode)
+        finally:
+            close_error = await _close(env)
+        played[-1].error = played[-1].error or close_error
+        self.report(played[-1])
+        return played
+
+    def _roles(self, env: Environment, task: Task, index: int, seed: int) -> Roles:
+        return Roles(
+            env=env,
+            task=task,
+            delivery=self.delivery,
+            executor=self.executor,
+            limits=self.limits,
+            batcher=self.batcher,
+            index=index,
+            seed=seed,
+        )
 
 
 def _sequence_failure(played: Sequence[Episode]) -> str:

@@ -105,7 +105,8 @@ class Notes:
 
     def places(self, key: str) -> list[str]:
         """List the places that a belief names."""
-        return (self.state.belief(key) or "").split(BETWEEN) if self.state.belief(key) else []
+        known = self.state.belief(key)
+        return known.split(BETWEEN) if known else []
 
     def put_places(self, key: str, places: Sequence[str]) -> None:
         """Set a list of places: as many of the first as fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """Return the peak of torch's CPU allocations during `run`, in bytes beyond those held before it."""
+    gc.collect()  # garbage from before, freed during the run, would count against what the run takes
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     results: Any = profile.profiler

@@ -125,11 +125,11 @@ def random_examples(task: Task, compiler: MemoryCompiler, placeholder: int) -> l
     return examples
 
 
-def named_rows(episodes: int) -> list[SftRow]:
+def named_rows(episodes: int, each: int = STEPS) -> list[SftRow]:
     """Create rows that tell a trainer which examples belong to an episode."""
     texts = dict.fromkeys(("split", "family", "goal", "state", "observation", "emission", "action"), "")
     blank = SftRow(task_id="", t=0, memory_ids=(), memory_texts=(), image=None, history=(), **texts)
-    return [replace(blank, task_id=f"{number}", t=t) for number in range(episodes) for t in range(STEPS)]
+    return [replace(blank, task_id=f"{number}", t=t) for number in range(episodes) for t in range(each)]
 
 
 def sample(example: Example, compiler: MemoryCompiler, number: int) -> Sample:

@@ -41,6 +41,7 @@ def no_text() -> Draft:
 class TokenCompiler:
     """Encodes requests and converts drafts to compilations. Subclasses sample the drafts and their soft tokens."""
 
+    takes_seeds = True
     encoder: PromptEncoder
     projector: Projector
     decoding: Decoding

@@ -99,9 +99,8 @@ class BriefState:
                 _require(planned, "update: there is no plan")
                 return self._with_plan(_subgoals("update", value))
             case Delete(key, item) if key == PLAN:
-                _require(
-                    planned and not item, "delete: there is no plan" if not item else "delete: an item of the plan"
-                )
+                _require(not item, "delete: an item of the plan")
+                _require(planned, "delete: there is no plan")
                 return self._with_plan(())
             case Create(key, value):
                 _require(key not in known, f"create: key exists: {key}")

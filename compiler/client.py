@@ -260,7 +260,7 @@ def _tensor(values: tuple[float, ...] | None) -> Tensor | None:
 
 
 class RemoteCompiler:
-    """A `Compiler` over HTTP.
+    """A `Compiler` over HTTP. Thread-safe.
 
     Each sampled request has its own seed, so that a run does not depend on how the service batches requests.
 
@@ -275,6 +275,7 @@ class RemoteCompiler:
         writes_text: False for a compiler that was trained to make soft tokens only.
     """
 
+    concurrent = takes_seeds = True
     writes_text = True
 
     def __init__(
@@ -301,15 +302,15 @@ class RemoteCompiler:
         RemoteError, if the service cannot be reached."""
         return self.about().get("weights")
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        """Return one compilation for each request, in order.
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]:
+        """Return one compilation for each request, in order, drawn by these seeds (default: by new ones).
 
         Raises:
             RemoteError: the service cannot be reached, refuses a request, or is of another version.
         """
         if not requests:
             return []
-        seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
+        seeds = seeds or torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
         drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]
         tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z equals mu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from configs.models import Batching
     from lm.prompt import Prompt
 
 
@@ -105,6 +106,13 @@ def never_cancelled(i: int) -> bool:
     return True
 
 
+def batches_continuously(batching: Batching, owners: Collection[object]) -> bool:
+    """Return whether requests to these compilers and executors need not wait for each other: `auto` is continuous where
+    all of them are thread-safe (`concurrent`), as engines over HTTP or in vLLM are."""
+    thread_safe = bool(owners) and all(getattr(owner, "concurrent", False) for owner in owners)
+    return batching == "continuous" or (batching == "auto" and thread_safe)
+
+
 class Gate(Protocol):
     """A compile gate: returns the probability that the compiler guides; a step is compiled from `threshold` on."""
 
@@ -119,6 +127,8 @@ class Compiler(Protocol):
 
     With an attribute `batched = False`, the loop calls it at once for one state. With an attribute `needs_expert`, the
     loop passes a list of `agent.records.EpisodeContext` beside the requests; if it is True, with the expert's plan.
+    With `concurrent = True`, several threads may call it at a time, and gain by it. With `takes_seeds = True`, it takes
+    a list of seeds beside the requests, by which it draws each of them as if it were alone.
     """
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...

@@ -1,6 +1,6 @@
 """The Memory Compiler in vLLM, with the prompts, distribution and soft tokens of `compiler.hf`.
 
-A batch takes two passes, both with continuous batching:
+A call takes two passes, beside those of other threads in the same engine (`lm.engine_loop`):
 1. sample the emissions;
 2. read prompt, emission and the N memory tokens as a new request, whose last N hidden states go through the projector.
    The prefix cache holds the rest up to a whole block, so this pass computes at most N + one block of new tokens (and
@@ -15,7 +15,10 @@ import copy
 import itertools
 import shutil
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,20 +27,11 @@ from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.prompt import Instructions
-from compiler.records import CompileRequest, Decoding, History, StillWanted
+from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
 from configs.models import Speed
+from lm.engine_loop import EngineLoop
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import (
-    EXTENSION,
-    SETTINGS,
-    call_with_watchdog,
-    check_prompt_ids,
-    engine_trouble,
-    run_batch,
-    tail_of,
-    take_tails,
-    vllm_request,
-)
+from lm.vllm import EXTENSION, SETTINGS, check_prompt_ids, tail_of, vllm_request
 from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
@@ -48,12 +42,25 @@ LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 _SERIALS = itertools.count(1)  # of adapters, which engine and prefix cache identify by name and number
 
 
+@dataclass(slots=True, eq=False)
+class ServedWeights:
+    """An adapter in the engine with its projector, which are removed when `users` is 0."""
+
+    lora: LoRARequest | None
+    projector: Projector
+    version: int
+    users: int = 1  # who added it, and every call in flight
+
+
 class VllmCompiler(TokenCompiler):
-    """The vLLM backend, without an adapter until `load_adapter`. Not thread-safe; one per engine at a time.
+    """The vLLM backend, without an adapter until `load_adapter`. Thread-safe: calls of several threads share the
+    engine's batches, and a call keeps the weights and the decoding with which it began.
 
     Args:
         llm: an engine with the settings of `engine_settings`.
     """
+
+    concurrent = True
 
     def __init__(
         self,
@@ -71,22 +78,20 @@ class VllmCompiler(TokenCompiler):
         self.context = llm.model_config.max_model_len
         self.decoding, self.instructions = decoding or Decoding(), instructions
         self.speed, self.history = speed or Speed(), history
-        self.projector = self._frozen(projector)
+        self.projector, self.weight_version = self._frozen(projector), 0
+        self.weights = ServedWeights(None, self.projector, 0)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.speculates = llm.llm_engine.vllm_config.speculative_config is not None
-        self.lora: LoRARequest | None = None
-        self.weight_version = 0
         self.reissued = 0  # second passes that were repeated because the prefix cache held part of the tail
+        self.loop = EngineLoop.of(llm)
         self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
         self._tail_keys = itertools.count()
-        self._failure: str | None = None
-        call_with_watchdog(llm, lambda: llm.collective_rpc("watch_tails"))
+        self._lock = threading.RLock()  # of weights and the numbers of their users
+        self._whole = self  # of which a call's copy was made
+        self.loop.call(lambda: llm.collective_rpc("watch_tails"))
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
-        """Compile with these weights from now on. Folder and projector are copied.
-
-        Every adapter gets a new directory, name and number: engine and prefix cache identify adapters by these, and
-        would serve stale weights for an adapter that is overwritten in place.
+        """Compile with these weights from now on; calls in flight keep theirs. Folder and projector are copied.
 
         Args:
             folder: an adapter in PEFT's format, or a checkpoint with an `adapter/`.
@@ -95,6 +100,18 @@ class VllmCompiler(TokenCompiler):
         Raises:
             ValueError: the projector does not fit the compiler.
             RuntimeError: vLLM cannot load the adapter. After either error the previous weights remain.
+        """
+        new = self.add_weights(folder, version, projector)
+        with self._lock:
+            before, self.weights = self.weights, new
+            self.projector, self.weight_version = new.projector, version
+        self.release(before)
+
+    def add_weights(self, folder: Path, version: int, projector: Projector) -> ServedWeights:
+        """Load further weights, which stay in the engine until `release`. Arguments and errors: as `load_adapter`.
+
+        Every adapter gets a new directory, name and number: engine and prefix cache identify adapters by these, and
+        would serve stale weights for an adapter that is overwritten in place.
         """
         from vllm.lora.request import LoRARequest
 
@@ -105,7 +122,7 @@ class VllmCompiler(TokenCompiler):
         try:
             shutil.copytree(source, target)
             request = LoRARequest(f"memcompiler-{serial}", serial, str(target))
-            if not call_with_watchdog(self.llm, lambda: self.llm.llm_engine.add_lora(request)):
+            if not self.loop.call(lambda: self.llm.llm_engine.add_lora(request)):
                 raise ValueError("the engine does not say why")
         except Exception as error:  # vLLM's errors have no common class
             shutil.rmtree(target, ignore_errors=True)
@@ -113,16 +130,54 @@ class VllmCompiler(TokenCompiler):
                 f"vLLM cannot load the adapter {source}: {error}. Check that it is complete, of this model, and of "
                 "a rank no larger than the engine's max_lora_rank"
             ) from error
-        before, self.lora = self.lora, request
-        self.projector, self.weight_version = frozen, version
-        if before is not None:
-            call_with_watchdog(self.llm, lambda: self.llm.llm_engine.remove_lora(before.lora_int_id))
-            shutil.rmtree(before.lora_path, ignore_errors=True)
+        return ServedWeights(request, frozen, version)
+
+    def hold(self, weights: ServedWeights) -> ServedWeights:
+        """Keep weights for one more user, until they are released."""
+        with self._lock:
+            weights.users += 1
+        return weights
+
+    def release(self, weights: ServedWeights) -> None:
+        """Give up weights; remove them from engine and disk if no call uses them any more."""
+        with self._lock:
+            weights.users -= 1
+            last = weights.users == 0
+        if last and (lora := weights.lora) is not None:
+            self.loop.call(lambda: self.llm.llm_engine.remove_lora(lora.lora_int_id))
+            shutil.rmtree(lora.lora_path, ignore_errors=True)
+
+    @torch.no_grad()
+    def compile(
+        self,
+        requests: Sequence[CompileRequest],
+        seeds: Sequence[int] | None = None,
+        wanted: StillWanted = never_cancelled,
+        decoding: Decoding | None = None,
+        weights: ServedWeights | None = None,
+    ) -> list[Compilation]:
+        """Compile as `TokenCompiler.compile`, with this decoding and these weights (default: the present ones)."""
+        with self._with_weights(weights) as one:
+            one.decoding = decoding or one.decoding
+            return TokenCompiler.compile(one, requests, seeds, wanted)
+
+    @contextmanager
+    def _with_weights(self, weights: ServedWeights | None) -> Iterator[VllmCompiler]:
+        """Yield a copy for one call, whose weights stay in the engine meanwhile."""
+        with self._lock:
+            one = copy.copy(self)
+            one.weights = held = weights or self.weights
+            one.projector, one.weight_version = held.projector, held.version
+            self.hold(held)
+        try:
+            yield one
+        finally:
+            self.release(held)
 
     @property
     def broken(self) -> str | None:
         """Return why this engine can never compile again, as far as is known without calling it."""
-        return self._failure or engine_trouble(self.llm)
+        return self.loop.trouble
 
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: StillWanted
@@ -183,7 +238,8 @@ class VllmCompiler(TokenCompiler):
         tails = [(*draft.ids, *memory) for draft in drafts]
         rows = self._tails(prompts, tails, wanted, past_cache=False)
         short = [i for i, row in enumerate(rows) if row is None and wanted(i)]
-        self.reissued += len(short)
+        with self._lock:
+            self._whole.reissued += len(short)
         again = self._tails(
             [prompts[i] for i in short], [tails[i] for i in short], lambda i: wanted(short[i]), past_cache=True
         )
@@ -212,20 +268,15 @@ class VllmCompiler(TokenCompiler):
             )
             for key in keys
         ]
-        self._run(prompts, then, params, wanted)
-        tails = take_tails(self.llm)
-        return [tails.get(key) for key in keys]
+        outputs: list[Any] = self._run(prompts, then, params, wanted)
+        return [None if output is None else output.tail for output in outputs]
 
     def _run(
         self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], params: Sequence[Any], wanted: StillWanted
     ) -> list[RequestOutput | None]:
         rows = list(zip(prompts, then, strict=True))
         requests = [vllm_request(self.encoder, prompt, ids) for prompt, ids in rows]
-        try:
-            outputs = run_batch(self.llm, requests, params, lora=self.lora, wanted=wanted)
-        except Exception:
-            self._failure = engine_trouble(self.llm, at_rest=True)
-            raise
+        outputs = self.loop.run(requests, params, lora=self.weights.lora, wanted=wanted)
         check_prompt_ids(outputs, [(*prompt.ids, *ids) for prompt, ids in rows])
         return outputs
 
@@ -244,7 +295,7 @@ def engine_settings(lora_rank: int, ngram: int = 0) -> dict[str, Any]:
     return {
         **SETTINGS,
         "enable_lora": True,
-        "max_loras": 1,
+        "max_loras": 2,  # the present weights, and those of requests that began before a change
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
         "logprobs_mode": "processed_logprobs",  # of the sampled distribution, as training scores it
         "worker_extension_cls": EXTENSION,

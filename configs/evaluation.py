@@ -13,7 +13,7 @@ from configs.collect import (
     refuse_unread_views,
     require_teacher_level,
 )
-from configs.models import CompilerConfig, ExecutorConfig
+from configs.models import Batching, CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.command_reader import TeacherLevel
 from envs.registry import AnyEnvSettings, default_settings
@@ -91,6 +91,9 @@ class EvalConfig(Settings):
     said."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes played side by side, which share batches."""
+    batching: Batching = "auto"
+    """lockstep: episodes wait for each other at every step, so that their batches, and the last digits, do not depend
+    on timing. continuous: none waits. auto: continuous where every engine in use is vLLM or is reached over HTTP."""
     episode_attempts: int = Field(default=ATTEMPTS, ge=1)
     """Attempts at an episode that fails for technical reasons, over all resumes."""
     cluster: Cluster = "local"

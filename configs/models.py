@@ -14,6 +14,9 @@ from runtime.settings import PathName, Seed, Settings
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
 EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
 
+# How requests that are made side by side share a model: all wait for each other at every step (lockstep), or none does
+# (continuous). auto: continuous where every engine in use is vLLM or is reached over HTTP, lockstep with PyTorch.
+Batching = Literal["auto", "continuous", "lockstep"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 # Attention implementations of transformers. The last three cannot score a tree of candidates in one pass.
@@ -191,7 +194,7 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """Optimisations of compiling that do not change the output (docs/guides/serving.md); engine hf unless noted."""
+    """Optimisations of compiling that do not change the output (docs/guides/models.md); engine hf unless noted."""
 
     drafts: int = Field(default=4, ge=0)
     """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""
@@ -248,7 +251,10 @@ class ServeConfig(Settings):
     queue: int = Field(default=256, ge=1)
     """Maximum waiting requests; further ones are rejected with 429."""
     batch: int = Field(default=64, ge=1)
-    """Maximum requests compiled in one batch."""
+    """Maximum requests that are compiled at a time."""
+    batching: Batching = "auto"
+    """continuous: a request is compiled as soon as fewer than `batch` are, and answered when its own emission is
+    written. lockstep: waiting requests become a batch. auto: continuous with engine vllm, lockstep with hf."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Seconds from a request's first byte to its answer, else 504."""
     max_body_mib: float = Field(default=32.0, gt=0)
@@ -270,6 +276,12 @@ class ServeConfig(Settings):
         if value.engine == "http":
             raise ValueError("engine http is for clients: serve with engine vllm or hf")
         return value
+
+    @model_validator(mode="after")
+    def _check_batching(self) -> ServeConfig:
+        if self.batching == "continuous" and self.compiler.engine == "hf":
+            raise ValueError("batching continuous is for engine vllm: one thread at a time computes in PyTorch")
+        return self
 
 
 # -- the frozen executor ----------------------------------------------------------------------------------------------

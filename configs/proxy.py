@@ -42,11 +42,11 @@ class Reading(Settings):
     roles: tuple[Role, ...] = ("user",)
     """Roles of the messages that hold it."""
     path: JsonPath = "$.content"
-    """JSON path of the text in a message: `$`, `.name`, `[0]`, `[-1]`, `[*]`, `.*`. A string that holds JSON is read as
-    JSON where the path goes on inside it. Content parts count as their texts, an object as the texts of its values."""
+    """JSON path of the text in a message: `$`, `.name`, `[0]`, `[-1]`, `[*]`, `.*`. A string that holds JSON is parsed
+    where the path continues inside it. Content parts count as their texts, an object as the texts of its values."""
     match: Regex | None = None
-    """Regular expression; its last match in the text counts, of that the group `value`, the first group, or all. null:
-    the whole text."""
+    """Regular expression. What is read is its last match in the text: the group `value` if there is one, else the first
+    group, else the whole match. null: the whole text."""
 
 
 class MappingConfig(Settings):
@@ -65,10 +65,10 @@ class MappingConfig(Settings):
     action: Reading | None = None
     """The action, in the model's answers. Where nothing is found, it is the answer's text, or its tool calls."""
     place: Regex | None = None
-    """What is compiled stands before the last match of this in the newest user turn; null: at its end."""
+    """Regular expression. Additions are inserted before its last match in the newest user turn; null: at the end."""
     grows: Literal["messages", "prompt"] | None = None
-    """messages: a conversation grows by messages. prompt: the last user message holds everything and is written anew or
-    longer at every step. null: the preset's."""
+    """messages: the agent appends messages to the conversation. prompt: one user message holds the whole conversation,
+    and is rewritten or extended at every step. null: as the preset says."""
 
 
 class UpstreamConfig(Settings):
@@ -82,7 +82,7 @@ class UpstreamConfig(Settings):
     """Name or folder of the model, if the upstream is `memcompiler serve executor`: prompts are then written here by
     the model's chat template, and soft tokens are sent beside them. null: any other server, which gets text only."""
     dtype: Dtype = "bfloat16"
-    """upstream.executor: the dtype that it is served with."""
+    """With `executor`: the dtype with which the model is served."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a byte from the upstream, else 504."""
     connections: int = Field(default=256, ge=1)
@@ -102,11 +102,12 @@ class SessionsConfig(Settings):
     most: int = Field(default=1024, ge=1)
     """Maximum number of sessions; a further one ends the session that was used least recently."""
     idle_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a request after which a session ends. Its episode is not committed: nobody said how it went."""
+    """Seconds without a request after which a session ends. Its episode is not committed, because it is not known
+    whether it succeeded."""
     max_steps: int = Field(default=500, ge=1)
-    """Maximum steps of a session. At later steps nothing is added, but what was added before stays."""
+    """Maximum steps of a session. Nothing is added to later turns; the additions to earlier turns are kept."""
     max_mib: float = Field(default=16.0, gt=0)
-    """Maximum MiB of a session's texts and soft tokens; beyond it, as beyond `max_steps`."""
+    """Maximum MiB of a session's texts and soft tokens. A session beyond it is treated as one beyond `max_steps`."""
 
 
 class ProxyConfig(Settings):
@@ -126,7 +127,7 @@ class ProxyConfig(Settings):
     reads_state: bool = False
     """Add the Brief State, too."""
     soft_on: Literal["guidance", "always"] = "guidance"
-    """upstream.executor: beside which emissions soft tokens are sent."""
+    """With upstream.executor: the emissions with which soft tokens are sent."""
     compiler: CompilerConfig = CompilerConfig()
     """The memory compiler, in this process or (engine http) in a service."""
     memory: MemoryConfig = MemoryConfig()
@@ -142,8 +143,8 @@ class ProxyConfig(Settings):
     compile_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that compiling may take."""
     on_failure: Literal["forward", "refuse"] = "forward"
-    """When memory or compiler fail. forward: the request goes on without guidance, and a header of the reply, a counter
-    and the log say so. refuse: 502."""
+    """What happens when memory or compiler fail. forward: the request is sent without guidance, and a header of the
+    reply, a counter and the log say so. refuse: the client gets the status 502."""
     max_body_mib: float = Field(default=32.0, gt=0)
     """Maximum MiB of a request, else 413."""
     seed: Seed = 0

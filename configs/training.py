@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from configs.collect import LeakageConfig, MemoryConfig, refuse_unread_views
-from configs.models import CompilerConfig, ExecutorConfig
+from configs.models import Batching, CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.cluster import Cluster
 from runtime.settings import PathName, Seed, Settings
@@ -363,6 +363,9 @@ class GrpoConfig(Settings):
     """Processes of `cluster: ray`."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes played side by side by a process, which share batches."""
+    batching: Batching = "auto"
+    """lockstep: episodes wait for each other at every step, so that their batches, and the last digits, do not depend
+    on timing. continuous: none waits. auto: continuous where every engine in use is vLLM or is reached over HTTP."""
     overlap: bool = False
     """Play the next update's episodes during this one, except across a checkpoint, with weights one update old; needs
     loss.importance_cap."""

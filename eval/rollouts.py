@@ -31,7 +31,7 @@ from runtime.worker_pool import ResultLine, WorkerPool, WorkUnit, split_into_uni
 
 
 def limits_of(config: EvalConfig) -> EpisodeLimits:
-    return EpisodeLimits(config.max_steps, config.seed, config.min_confidence)
+    return EpisodeLimits(config.max_steps, config.seed, config.min_confidence, config.batching)
 
 
 def gate_of(config: EvalConfig) -> CompileGate | None:

@@ -16,13 +16,13 @@ from memory.trajectory import png_bytes
 
 class ApiExecutor:
     """An `Executor` that answers in free text, which is grounded. It reads the prompt of every executor, without soft
-    tokens.
+    tokens. Thread-safe.
 
     Args:
         role: name of its costs in the endpoint's ledger.
     """
 
-    accepts_soft = False
+    accepts_soft, concurrent = False, True
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class TokenExecutor:
         reads: inputs that `agent.records.executor_request` puts into its requests.
     """
 
-    accepts_soft = True
+    accepts_soft, takes_seeds = True, True
     context: int | None = None  # context length of the model in tokens; None if unknown
     mode: ExecutorMode = "choice"
 
@@ -86,9 +86,12 @@ class TokenExecutor:
         """Tokenise an action with its end of turn."""
         return (*self.encoder.ids(action), self.end_id)
 
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+    def act(self, requests: Sequence[ExecutorRequest], seeds: Sequence[int] | None = None) -> list[Action]:
         """Return one action per request, in order: chosen by likelihood if `mode` is choice and every request lists its
         commands, else decoded.
+
+        Args:
+            seeds: draw each action by a generator with its seed, instead of by the one of all requests.
 
         Raises:
             ValueError: a prompt leaves no room for an action, or the backend cannot read it.
@@ -105,7 +108,8 @@ class TokenExecutor:
             # One copy from the device: each copy synchronises it.
             found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
             scores = found.split([len(names or ()) for names in admissible])
-            return [self._chosen(*row) for row in zip(admissible, prompts, scores, cached, strict=True)]
+            own = [torch.Generator().manual_seed(seed) for seed in seeds or ()] or [self.generator] * len(requests)
+            return [self._chosen(*row) for row in zip(admissible, prompts, scores, cached, own, strict=True)]
         answers = self.generate(prompts, admissible)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
@@ -142,12 +146,17 @@ class TokenExecutor:
         check_context("executor", len(prompt.ids), room, self.context)
 
     def _chosen(
-        self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor, cached: int | None
+        self,
+        candidates: Sequence[str] | None,
+        prompt: Prompt,
+        candidate_logprobs: Tensor,
+        cached: int | None,
+        generator: torch.Generator,
     ) -> Action:
         drawn: dict[str, Any] = {}
         if self.temperature:
             logprobs = self.action_logprobs(candidate_logprobs)
-            at = int(torch.multinomial(logprobs.exp(), 1, generator=self.generator))
+            at = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
             drawn = {"prompt": prompt, "logprob": float(logprobs[at])}
         else:
             at = int(candidate_logprobs.argmax())

@@ -63,7 +63,7 @@ class _Node(NamedTuple):
 
 
 class RemoteExecutor(TokenExecutor):
-    """A `TokenExecutor` over HTTP, which documents `mode`.
+    """A `TokenExecutor` over HTTP, which documents `mode`. Thread-safe.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
@@ -78,6 +78,8 @@ class RemoteExecutor(TokenExecutor):
         RemoteError: the server cannot be reached.
         ValueError: the server serves another model.
     """
+
+    concurrent = True
 
     def __init__(
         self,

@@ -78,10 +78,10 @@ class FrozenExecutor(TokenExecutor):
         return digest.hexdigest()
 
     @torch.no_grad()
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+    def act(self, requests: Sequence[ExecutorRequest], seeds: Sequence[int] | None = None) -> list[Action]:
         actions: list[Action] = []
         for i in range(0, len(requests), self.batch_size):
-            actions += super().act(requests[i : i + self.batch_size])
+            actions += super().act(requests[i : i + self.batch_size], seeds and seeds[i : i + self.batch_size])
         return actions
 
     def generate(

@@ -118,7 +118,7 @@ FULL_VIEW = ExecutorView(state=True, soft_on="always")
 
 
 class Executor(Protocol):
-    """Chooses actions. `batched` and `needs_expert` as in `compiler.records.Compiler`."""
+    """Chooses actions. `batched`, `needs_expert`, `concurrent` and `takes_seeds` as in `compiler.records.Compiler`."""
 
     accepts_soft: bool  # False where only text can be delivered (closed models)
     sees_images: bool  # whether its prompt shows the current view

@@ -24,8 +24,9 @@ from executor.decoding import CommandWalk, follow
 from executor.prompt import Rules
 from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
+from lm.engine_loop import EngineLoop
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import SETTINGS, check_prompt_ids, run_batch, vllm_request
+from lm.vllm import SETTINGS, check_prompt_ids, vllm_request
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -42,7 +43,7 @@ class _VllmRequest(NamedTuple):
 
 class VllmExecutor(TokenExecutor):
     """A `TokenExecutor`, which documents `mode`. Mode `choice` scores each command by one short request behind the
-    prompt, which the prefix cache holds.
+    prompt, which the prefix cache holds. Thread-safe: calls of several threads share the engine's batches.
 
     Args:
         llm: an engine with the settings of `engine_settings`.
@@ -51,6 +52,8 @@ class VllmExecutor(TokenExecutor):
     Raises:
         ValueError: pictures for a text model.
     """
+
+    concurrent = True
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class VllmExecutor(TokenExecutor):
         )
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
-        self.llm, self.weights, self.mode = llm, weights, mode
+        self.llm, self.weights, self.mode, self.loop = llm, weights, mode, EngineLoop.of(llm)
         self.context = llm.model_config.max_model_len
 
     @functools.cached_property
@@ -189,7 +192,7 @@ class VllmExecutor(TokenExecutor):
 
     def _run(self, requests: Sequence[_VllmRequest], params: Sequence[Any]) -> list[RequestOutput]:
         sent = [dict(r.request) for r in requests]  # copies, since vLLM changes them
-        outputs = [output for output in run_batch(self.llm, sent, params) if output is not None]
+        outputs = [output for output in self.loop.run(sent, params) if output is not None]
         if any(SOFT_PARTS in request for request in sent):
             raise RuntimeError("this version of vLLM does not take soft tokens beside pictures: use 0.31")
         check_prompt_ids(outputs, [r.ids for r in requests])

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -72,6 +71,7 @@ class Endpoint:
         self._failed = Counter[str]()  # failures since the last answer, by cause
         self._permanent = dict[str, str]()  # messages of permanent failures, by request key
         self._client = self._make_client()
+        self._starting, self._started = threading.Lock(), None
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Run coroutines concurrently; return results in order, with EndpointFailure and EndpointStop as values."""
@@ -85,11 +85,14 @@ class Endpoint:
                 raise result
         return results
 
-    @cached_property
+    @property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="endpoint", daemon=True).start()
-        return loop
+        """Return the event loop of the background thread, and start it the first time."""
+        with self._starting:
+            if self._started is None:
+                self._started = asyncio.new_event_loop()
+                threading.Thread(target=self._started.run_forever, name="endpoint", daemon=True).start()
+        return self._started
 
     async def ask(self, messages: Sequence[Message], role: str, max_tokens: int, repeat: int = 0) -> Answer:
         """Return the model's answer, cached if an equal request was answered before.

@@ -1,15 +1,12 @@
-"""vLLM engines: start, prompts, calls with a watchdog, and extraction of hidden states."""
+"""vLLM engines: start, prompts, and extraction of hidden states."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import shutil
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,16 +16,13 @@ from lm.prompt import Prompt, PromptEncoder
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
-    from vllm.lora.request import LoRARequest
 
-T = TypeVar("T")
-TIMEOUT = 1800.0  # seconds per call of an engine; a batch of emissions is the longest
 # Ignore the model folder's stop tokens and sampling defaults.
 SETTINGS = {"enable_prefix_caching": True, "generation_config": "vllm"}
 EXTENSION = "lm.vllm.HiddenStateExtension"  # `worker_extension_cls` of the engine
 _KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
-_FAILED = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
-_DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
+LEFT_OVER = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
+PROCESS_DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -75,40 +69,6 @@ def vllm_request(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = (
     return {"prompt_token_ids": [*encoder.collapse_placeholders(prompt.ids), *then], **images}
 
 
-def run_batch(
-    llm: LLM,
-    requests: Sequence[Any],
-    params: Any,
-    lora: LoRARequest | None = None,
-    wanted: Callable[[int], bool] = lambda i: True,
-) -> list[RequestOutput | None]:
-    """Run requests as one batch and return their outputs in order.
-
-    Before every step, request i is aborted if `wanted(i)` is false and it has not ended; its output is then None.
-
-    Raises:
-        RuntimeError: the engine died or hangs, or holds requests of an earlier failure.
-    """
-    engine = llm.llm_engine
-    if engine.has_unfinished_requests():
-        raise RuntimeError(_FAILED)
-
-    def steps() -> list[RequestOutput | None]:
-        ids = llm.enqueue(requests, params, lora_request=lora, use_tqdm=False)
-        running = engine.output_processor.request_states
-        outputs, aborted = [], set()
-        while engine.has_unfinished_requests():
-            if late := [id for i, id in enumerate(ids) if id in running and not wanted(i)]:
-                engine.abort_request(late, internal=True)
-                aborted.update(late)
-            else:
-                outputs += [output for output in engine.step() if output.finished]
-        ended = iter(sorted(outputs, key=lambda output: int(output.request_id)))
-        return [None if id in aborted else next(ended) for id in ids]
-
-    return call_with_watchdog(llm, steps)
-
-
 def check_prompt_ids(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[int]]) -> None:
     """Check that vLLM expanded prompts to these ids. Raises: ValueError, if its image processor differs."""
     pairs = [(output, tuple(read)) for output, read in zip(outputs, ids, strict=True) if output is not None]
@@ -116,48 +76,7 @@ def check_prompt_ids(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequ
         raise ValueError("vLLM encoded a prompt as other tokens: compare its image processor with the model's own")
 
 
-def call_with_watchdog(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
-    """Call in a thread that is abandoned if the engine's process dies or the time-out passes.
-
-    vLLM's own client waits forever for a killed process (0.31).
-
-    Raises:
-        RuntimeError: the process died or the call timed out.
-    """
-    process = _process(llm)
-    if process is None:
-        return call()
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True, name="vllm").start()
-    deadline = time.monotonic() + timeout
-    while not concurrent.futures.wait([future], timeout=0.5).done:
-        if process.engine_dead:
-            raise RuntimeError(_DIED)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"vLLM's engine did not answer within {timeout:g} s: restart it with smaller batches")
-    return future.result()
-
-
-def engine_trouble(llm: LLM, at_rest: bool = False) -> str | None:
-    """Return why this engine cannot answer any more, without calling it; None if nothing is known.
-
-    Args:
-        at_rest: no batch is running, so that unfinished requests are left over from a failure.
-    """
-    process = _process(llm)
-    if process is not None and process.engine_dead:
-        return _DIED
-    return _FAILED if at_rest and llm.llm_engine.has_unfinished_requests() else None
-
-
-def _process(llm: LLM) -> Any:
+def engine_process(llm: LLM) -> Any:
     """Return vLLM's handle of the engine's process; None if the engine runs in this process."""
     return getattr(llm.llm_engine.engine_core, "resources", None)
 
@@ -179,8 +98,9 @@ def _cpu_defaults() -> None:
 def take_tails(llm: LLM) -> dict[str, Tensor]:
     """Fetch the complete tails since the last call by key, (n, d) in fp32 each.
 
-    A request whose rows came partly from the prefix cache is missing, because those were not computed."""
-    replies = call_with_watchdog(llm, lambda: llm.collective_rpc("take_tails"))
+    A request whose rows came partly from the prefix cache is missing, because those were not computed. Call it between
+    two steps."""
+    replies = llm.collective_rpc("take_tails")
     # Every tensor-parallel worker has the whole state, but only the last pipeline stage.
     tails = next((reply for reply in replies if reply), [])
     return {
@@ -192,6 +112,11 @@ def take_tails(llm: LLM) -> dict[str, Tensor]:
 def tail_of(key: str, n: int) -> dict[str, Any]:
     """Return the `extra_args` of a request that stores its last n rows under `key` for `take_tails`."""
     return {_KEY: key, _ROWS: n}
+
+
+def tail_key(params: Any) -> str:
+    """Return the key of a request that stores its last rows; "" for another one."""
+    return (params.extra_args or {}).get(_KEY, "")
 
 
 class HiddenStateExtension:

@@ -12,8 +12,10 @@ from memcompiler.options import command_group
 
 PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "environment": "Measure environments and rollouts.",
+    "rollout": "Compare continuous with lockstep batching of rollouts.",
     "training": "Measure SFT beside transformers.Trainer.",
     "prefixes": "Compare training with and without shared prefixes.",
+    "trl": "Compare a training step with TRL's on the same rows.",
     "serving": "Measure serving: deliveries, compile speed, load.",
     "chaos": "Kill commands at random moments and compare what they end with.",
     "memory": "Measure memory systems: growth, hit rate, recall.",

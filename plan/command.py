@@ -12,6 +12,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import ConfigError, find_config, load_config
 from configs.models import ServeConfig
+from configs.proxy import ProxyConfig
 from configs.run_folder import check_own_files
 from configs.training import GrpoConfig, SftConfig
 from plan.budget import Lengths, find_gpu, lines
@@ -24,6 +25,7 @@ SCHEMAS = {
     "eval": EvalConfig,
     "collect": CollectConfig,
     "serve": ServeConfig,
+    "proxy": ProxyConfig,
     "quickstart": QuickstartConfig,
 }
 
@@ -31,10 +33,11 @@ NODE = 8  # GPUs of the paper's GRPO
 
 
 def load_any(config: str, overrides: Sequence[str], stage: str | None = None) -> Any:
-    """Load a configuration of any stage: `stage`, that of its folder, or the first whose schema accepts it. Raises:
-    ConfigError."""
-    folder = find_config(config).resolve().parent.name
-    if chosen := SCHEMAS.get(stage or folder):
+    """Load a configuration of any stage: `stage`, that of its folder (a file proxy.yaml is the proxy's), or the first
+    whose schema accepts it. Raises: ConfigError."""
+    path = find_config(config).resolve()
+    named = "proxy" if path.stem == "proxy" else path.parent.name
+    if chosen := SCHEMAS.get(stage or named):
         return load_config(chosen, config, overrides)
     if stage is not None:
         raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(SCHEMAS)}")

@@ -11,7 +11,9 @@ from typing import Any
 from agent.deliveries import find
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
+from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, ServeConfig
+from configs.proxy import ProxyConfig
 from configs.training import GrpoConfig, Placement, SftConfig
 from eval.matrix import cells
 from lm.architecture import model_config, weight_bytes
@@ -34,7 +36,7 @@ PIXELS = 1.0 * GIB  # RAM for encoded rows (training.sft_data.MAX_CACHED_VALUES)
 ZERO3_LIVE = 2e9  # bytes of gathered weights in ZeRO-3 (its default of 1e9 parameters, in bf16)
 BUSY, READING = 0.4, 0.6  # achieved shares of a GPU's FLOP/s and bandwidth
 
-Settings = SftConfig | GrpoConfig | EvalConfig | CollectConfig | ServeConfig
+Settings = SftConfig | GrpoConfig | EvalConfig | CollectConfig | ServeConfig | ProxyConfig
 
 
 def plans(settings: Settings | QuickstartConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> list[tuple[Any, Plan]]:
@@ -47,13 +49,14 @@ def plans(settings: Settings | QuickstartConfig, lengths: Lengths, gpu: Gpu, gpu
 
 
 def plan(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Plan one stage."""
+    """Plan one stage. Raises: ConfigError, for a proxy that loads no model."""
     stages: dict[type, Callable[..., Plan]] = {
         SftConfig: plan_sft,
         GrpoConfig: plan_grpo,
         EvalConfig: plan_eval,
         CollectConfig: plan_collect,
         ServeConfig: plan_serve,
+        ProxyConfig: plan_proxy,
     }
     return stages[type(settings)](settings, lengths, gpu, gpus)
 
@@ -221,9 +224,29 @@ def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -
 
 def plan_serve(config: ServeConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan a compiler service."""
+    return _serving("serve", "service", config, lengths, gpu=gpu, gpus=gpus)
+
+
+def plan_proxy(config: ProxyConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
+    """Plan the compiler in a proxy's process; memory and sessions take little. The upstream is another process.
+
+    Raises:
+        ConfigError: the proxy loads no compiler.
+    """
+    if config.compiler.engine == "http":
+        raise ConfigError("compiler.engine=http: this proxy loads no model; plan the compiler service that it asks")
+    if config.compiler.checkpoint is None:
+        raise ConfigError("compiler.checkpoint=null: this proxy loads no model, so there is nothing to plan")
+    return _serving("proxy", "proxy", config, lengths, gpu=gpu, gpus=gpus)
+
+
+def _serving(
+    stage: str, process: str, config: ServeConfig | ProxyConfig, lengths: Lengths, gpu: Gpu, gpus: int
+) -> Plan:
+    """Plan a process that compiles and does not act."""
     return _playing(
-        "serve",
-        "service",
+        stage,
+        process,
         compiler=config.compiler,
         executor=None,
         concurrency=config.batch,

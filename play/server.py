@@ -20,6 +20,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -111,11 +112,15 @@ class Games:
 
     def __init__(self, stage: Stage, record: PlayRecord | None) -> None:
         self.stage, self.record = stage, record
-        self.number_of_rows = len(record.rows()) if record is not None else 0
         self._games: OrderedDict[str, Game] = OrderedDict()
         self._lock, self._waiting = threading.Lock(), threading.Semaphore(MAX_WAITING)
         most = stage.envs.capacity if stage.envs is not None else MAX_GAMES
         self._most = min(MAX_GAMES, most)
+
+    @property
+    def number_of_rows(self) -> int:
+        """The number of recorded rows."""
+        return self.record.number_of_rows if self.record is not None else 0
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -146,16 +151,14 @@ class Games:
         return self._games[id]
 
     def keep(self, id: str, game: Game, line: Line) -> None:
-        """Record a line if the visitor decided a step of it."""
+        """Record a line if the visitor decided a step of it; at the line's end, publish the record."""
         own = line.own_steps()
         if self.record is None or not own or line.episode is None:
             return
-        taken = line.episode.steps[: len(line.answers)]
-        steps, line.episode.steps = line.episode.steps, taken
-        try:
-            self.number_of_rows = self.record.add(f"{id}/{line.id}", game.spec.task, line.episode, own)
-        finally:
-            line.episode.steps = steps
+        taken = replace(line.episode, steps=line.episode.steps[: len(line.answers)])
+        self.record.add(f"{id}/{line.id}", game.spec.task, taken, own)
+        if line.over:
+            self.record.publish()
 
     def warm_up(self) -> None:
         """Load models and memory before the first game asks for them. What fails is said when a game needs it."""

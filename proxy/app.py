@@ -1,15 +1,15 @@
 """The HTTP application of the proxy.
 
-    POST /v1/chat/completions            the upstream's reply to the request with what memory adds
+    POST /v1/chat/completions            add guidance from memory to the request, and pass the upstream's reply on
     GET  /v1/models, /v1/models/NAME     the upstream's
     POST /v1/embeddings                  the upstream's
     GET  /sessions, /sessions/ID         open sessions; one with its steps and what was added
     POST /sessions/ID/end                end a session and commit its episode to memory
     GET  /health, /ready, /metrics
 
-Errors of the proxy's own have the format of OpenAI's: 401 wrong key, 404 no such session, 408, 413, 422 a wrong header,
-502 and 504 the upstream does not answer (or, with on_failure=refuse, memory or compiler failed). Errors of the upstream
-are passed on.
+Errors of the proxy itself have the format of OpenAI's: 400 a header that is not UTF-8, 401 wrong key, 404 no such
+session, 408 the request did not arrive in time, 413 it is too large, 422 a wrong header, 502 and 504 the upstream does
+not answer (or, with on_failure=refuse, memory or compiler failed). Errors of the upstream are passed on.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class ProxyMetrics:
         self.requests = counter("requests", "Replies to /v1/chat/completions by status.", ("code",))
         self.deliveries = counter("deliveries", "Requests by delivery.", ("delivery",))
         self.emissions = counter("emissions", "Compiled steps by kind of emission.", ("kind",))
-        self.failures = counter("failures", "Requests that memory or compiler failed on.")
-        self.unread = counter("unread", "Requests without goal or user turn, passed on as they are.")
+        self.failures = counter("failures", "Requests for which memory or compiler failed.")
+        self.unread = counter("unread", "Requests without goal or user turn, which are passed on unchanged.")
         self.committed = counter("committed", "Episodes committed to memory.")
-        self.ended = counter("sessions_ended", "Sessions that ended without a word.", ("how",))
-        self.guiding = seconds("guiding_seconds", "From the request's body to its message to the upstream.")
-        self.compiling = seconds("compiling_seconds", "Of that, compiling.")
+        self.ended = counter("sessions_ended", "Sessions that the proxy ended by itself.", ("how",))
+        self.guiding = seconds("guiding_seconds", "Seconds until a request is sent to the upstream.")
+        self.compiling = seconds("compiling_seconds", "Seconds of that in which the compiler worked.")
         Gauge("sessions", "Open sessions.", **here).set_function(sessions)
 
 
@@ -131,7 +131,7 @@ class Proxy:
     async def _guided(
         self, session: ProxySession, body: dict[str, Any], raw: bytes, conversation: Conversation, wishes: Wishes
     ) -> tuple[bytes, ProxyStep | None, str]:
-        """Return the body for the upstream, the step, and why it could not be guided ("": it could)."""
+        """Return the body for the upstream, the step, and why memory or compiler failed ("" if they did not)."""
         message, step, failure = body["messages"][conversation.turns[-1].message], None, ""
         async with session.lock:
             try:
@@ -151,7 +151,7 @@ class Proxy:
         return self._body(body, raw, insertions), step, failure
 
     def _body(self, body: dict[str, Any], raw: bytes, insertions: dict[int, list[Insertion]]) -> bytes:
-        """Write the body with insertions; without any, as it came."""
+        """Write the body with insertions; without any, return the client's bytes."""
         if self.renderer is not None:
             try:
                 return json.dumps(self.renderer(body, insertions)).encode()
@@ -183,7 +183,7 @@ class Proxy:
         extra += [(FAILURE.lower(), failure)] if failure else []
 
         def note(content: bytes) -> None:
-            answer = answer_in(content) if reply.status_code == 200 else None
+            answer = answer_in(content) if reply.status == 200 else None
             if session is not None and step is not None and answer is not None:
                 answer = {**answer, "role": "assistant"}
                 self.store.note_reply(session, step.key, action_of([answer], self.guide.mapping))
@@ -215,7 +215,7 @@ class Proxy:
         if session is None:
             if id in self.ended:
                 return self.ended[id]
-            raise Refusal(404, "there is no such session: it ended, timed out or never began")
+            raise Refusal(404, "there is no such session; it may have ended or timed out")
         async with session.lock:
             written = {"added": 0, "ignored": 0}
             if body.commit:
@@ -247,7 +247,7 @@ class Proxy:
         """Describe a session with its steps. Raises: Refusal, 404."""
         session = self.store.get(id)
         if session is None:
-            raise Refusal(404, "there is no such session: it ended, timed out or never began")
+            raise Refusal(404, "there is no such session; it may have ended or timed out")
         steps = session.path(session.newest)
         shown = [
             {

@@ -1,4 +1,5 @@
-"""Decides what the newest turn of a conversation gets: recalls, compiles and keeps the Brief State (paper Eq. 3, 4)."""
+"""Decides what is added to the newest turn of a conversation: recalls, compiles and updates the Brief State (paper
+Eq. 3, 4)."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ class Guide:
     async def visit(
         self, session: ProxySession, conversation: Conversation, message: dict[str, Any], wishes: Wishes
     ) -> ProxyStep:
-        """Return the step of the newest turn, which a repeated request finds as it was.
+        """Return the step of the newest turn. A repeated request gets the same step without another compilation.
 
         Args:
             message: the message that ends the newest turn.
@@ -136,7 +137,7 @@ class Guide:
             try:
                 await self._guide(session, step, conversation, wishes)
             except GuideError:
-                if self.config.on_failure == "forward":  # the turn then goes on, without guidance
+                if self.config.on_failure == "forward":  # the request is then sent without guidance
                     self.store.add(session, self._step(session, newest, parent, message))
                     session.newest = newest.key
                 raise
@@ -241,7 +242,7 @@ class Guide:
         if session.first is None:
             [session.first] = self.memory.recall([query])
         records, at, memory = session.records(steps)[:-1], session.recalled_at, session.memory
-        session.memory = session.recalled_at = None  # in case that one of the calls fails
+        session.memory = session.recalled_at = None  # if one of the calls fails, the next recall begins again
         if memory is not None and at is not None and at == steps[-1].parent:
             memory.observe(records[-1])
         else:  # the first step, another branch, or steps that recalled nothing: from the beginning
@@ -265,10 +266,10 @@ class Guide:
         trace = Trace(session.task, records, success, rationale=rationale, shown=shown)
         return await self._in_thread("memory", self.memory.commit, [[trace]])
 
-    # -- what a request gets ------------------------------------------------------------------------------------------
+    # -- insertions into a request -------------------------------------------------------------------------------------
 
     def insertions(self, session: ProxySession, conversation: Conversation, text: str) -> dict[int, list[Insertion]]:
-        """Return what stands in the messages of a conversation, by index: what this turn and earlier ones added.
+        """Return the additions of this turn and of earlier ones, by index of the message into which they are inserted.
 
         Args:
             text: of the message that ends the newest turn.
@@ -287,7 +288,7 @@ class Guide:
 
 
 def _numbered(key: str, session: ProxySession) -> str:
-    """Return the key of a prompt's step: the newest step's for the same prompt again, else a new one."""
+    """Return the key of a prompt's step: the newest step's if the same prompt is repeated, else a new one."""
     newest = session.newest or ""
     return newest if newest.partition(":")[0] == key else f"{key}:{len(session.steps)}"
 

@@ -1,10 +1,10 @@
-"""Sessions of the proxy: one per conversation, bounded, and on disk, so that a restarted proxy goes on with them.
+"""Sessions of the proxy: one per conversation, bounded, and on disk, so that a restarted proxy continues them.
 
     OUT/sessions/HASH.jsonl    a line for the session, then one for each step and for each answer to a step
 
-A line is written before the upstream sees its request. It survives kill -9, but is not flushed: a power loss may cost
-the newest steps of open sessions (never a committed episode). The steps form a tree, because an agent may go back and
-answer a turn differently; each is named by a hash of the conversation up to its user turn.
+A line is written before the request is sent to the upstream. It survives kill -9, but is not flushed to disk: a power
+loss may lose the newest steps of open sessions (never a committed episode). The steps form a tree, because an agent may
+go back to a turn and answer it differently. The key of a step is a hash of the conversation up to its user turn.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ProxyStep:
     """A user turn of a conversation, and what was added to it.
 
     Attributes:
-        action: the action before it.
+        action: the action that the agent took before this turn.
         state: the Brief State after it, as text.
-        added: what stands at `offset` of the message's text (`proxy.additions`).
+        added: texts and soft tokens that are inserted at `offset` of the message's text (`proxy.additions`).
         tokens: estimated tokens of the added texts.
         pasted: whether this step added pasted memory.
         kind: kind of the emission; "" where nothing was compiled.
@@ -84,8 +84,8 @@ class ProxySession:
 
     Attributes:
         newest: key of the step that the last request was about.
-        memory, recalled_at: the memory session, and the step that it recalled for last.
-        first: what memory recalled for the task.
+        memory, recalled_at: the session of the memory system, and the step for which it recalled last.
+        first: what memory recalled for the task as a whole.
         busy: requests that are being answered; such a session does not time out.
     """
 
@@ -128,7 +128,8 @@ class SessionStore:
 
     Args:
         folder: created where it is missing; the sessions in it are opened.
-        on_end: called with "idle", "evicted" or "replaced" for each session that ends without a word.
+        on_end: called with "idle", "evicted" or "replaced" for each session that the proxy
+            ends by itself.
 
     Raises:
         RecordError: a session's file is damaged.
@@ -153,11 +154,11 @@ class SessionStore:
         return iter(list(self._open.values()))
 
     def get(self, id: str) -> ProxySession | None:
-        """Return an open session, without counting as its use."""
+        """Return an open session without renewing its time-out."""
         return self._open.get(id)
 
     def use(self, id: str, goal: str, scene: str, task_id: str = "") -> ProxySession:
-        """Return the session of this id; it begins where there is none, and anew where the goal is another one."""
+        """Return the session of this id. A new one is created if there is none, or if its goal or scene is another."""
         self.expire()
         task = Task(task_id or f"{SPLIT}/{uuid.uuid4().hex}", goal, scene, SPLIT, kind="")
         session = self._open.get(id)
@@ -201,7 +202,7 @@ class SessionStore:
                 self.on_end(how)
 
     def expire(self) -> None:
-        """End the sessions that nobody used for too long."""
+        """End the sessions without a request for `idle_s` seconds."""
         oldest = time.monotonic() - self.config.idle_s
         for session in list(self._open.values()):
             if session.used > oldest:

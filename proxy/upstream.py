@@ -10,10 +10,13 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import aiohttp
 import httpx
+from multidict import CIMultiDict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from compiler.server.app import disconnected, gone_client
 from compiler.server.service import Refusal
@@ -44,72 +47,103 @@ class Upstream:
     Args:
         key: replaces the Authorization header of requests; None: the client's own is passed on.
         drops_key: the client's Authorization header is for this proxy, and not passed on.
+
+    Raises:
+        ValueError: the environment names a proxy that is not an HTTP proxy.
     """
 
     def __init__(self, config: UpstreamConfig, key: str | None = None, drops_key: bool = False) -> None:
         self.url, self.timeout_s, self._key, self._drops_key = config.url, config.timeout_s, key, drops_key
-        limits = httpx.Limits(max_connections=config.connections, max_keepalive_connections=config.connections)
-        # Without a client, whose cookies, redirects and default headers would be in the way.
-        self._transport = httpx.AsyncHTTPTransport(limits=limits, proxy=_proxy_for(config.url))
-        timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_S, pool=None)
-        self._extensions = {"timeout": timeout.as_dict()}
+        self._connections, self._proxy = config.connections, _proxy_for(config.url)
+        self._client: aiohttp.ClientSession | None = None  # opened by the first request, in its event loop
 
-    async def send(self, request: Request, path: str, body: bytes) -> httpx.Response:
+    async def send(self, request: Request, path: str, body: bytes) -> aiohttp.ClientResponse:
         """Send a request with this body; return the reply once its headers are there, its content unread.
 
         Raises:
-            Refusal: 502 or 504 without a reply, 499 if the client disconnects before.
+            Refusal: 502 or 504 without a reply, 499 if the client disconnects before, 400 for a header that cannot be
+                passed on.
         """
         query = f"?{request.url.query}" if request.url.query else ""
-        sent = httpx.Request(
+        client = self._client = self._client or self._opened()
+        sent = client.request(
             request.method,
-            f"{self.url}{path}{query}",
+            URL(f"{self.url}{path}{query}", encoded=True),
             headers=self._headers(request),
-            content=body,
-            extensions=self._extensions,
+            data=body or None,
+            allow_redirects=False,
+            proxy=self._proxy,
         )
-        reply = asyncio.ensure_future(self._transport.handle_async_request(sent))
+        reply = asyncio.ensure_future(sent)
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 raise gone_client()
             return reply.result()
-        except httpx.TimeoutException:
+        except TimeoutError:
             raise Refusal(504, f"the upstream {self.url} did not answer within {self.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise Refusal(502, f"the upstream {self.url} cannot be reached ({type(error).__name__})") from None
         finally:
             gone.cancel()
             reply.cancel()  # does nothing once it is there
 
-    def _headers(self, request: Request) -> Headers:
+    def _opened(self) -> aiohttp.ClientSession:
+        """Open a client that adds no headers of its own, keeps no cookies, and leaves contents packed."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections, ssl=httpx.create_ssl_context()),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+            auto_decompress=False,
+        )
+
+    def _headers(self, request: Request) -> CIMultiDict[str]:
         left_out = _HOP_BY_HOP | {b"host", b"content-length"}
         if self._drops_key or self._key is not None:
             left_out |= {b"authorization"}
-        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]
-        headers = [(name, value) for name, value in headers if not name.startswith(OWN)]
-        key = [] if self._key is None else [(b"authorization", f"Bearer {self._key}".encode("latin-1"))]
-        return [*headers, *key]
+        headers = CIMultiDict[str]()
+        for name, value in request.headers.raw:
+            if name not in left_out and not name.startswith(OWN):
+                headers.add(name.decode("latin-1"), _as_utf8(name, value))
+        if self._key is not None:
+            headers.add("authorization", f"Bearer {self._key}")
+        return headers
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._transport.aclose()
+        if self._client is not None:
+            await self._client.close()
+
+
+def _as_utf8(name: bytes, value: bytes) -> str:
+    """Decode a header's value, which the client encodes again. Raises: Refusal, 400."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Refusal(400, f"header {name.decode('latin-1')}: its value is not UTF-8") from None
 
 
 def _proxy_for(url: str) -> str | None:
-    """Return the HTTP proxy of the environment for an address; None for this machine's own."""
+    """Return the HTTP proxy of the environment for an address; None for this machine's own. Raises: ValueError."""
     parts = urlsplit(url)
     if is_loopback(parts.hostname or "") or proxy_bypass(parts.hostname or ""):
         return None
     proxies = getproxies()
-    return proxies.get(parts.scheme) or proxies.get("all")
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and urlsplit(proxy).scheme not in ("http", "https"):
+        raise ValueError(
+            f"the environment sets a {urlsplit(proxy).scheme} proxy for {parts.hostname}, but the upstream can be "
+            "reached through HTTP proxies only: set no_proxy to this host, or another proxy"
+        )
+    return proxy
 
 
 class PassedReply(Response):
-    """The upstream's reply as it is: status, headers, and bytes as they come.
+    """The upstream's reply, unchanged: status, headers, and bytes as soon as they arrive.
 
-    A reply that the upstream breaks off is broken off for the client, too.
+    If the upstream closes the connection before the end of its reply, the client's connection is closed as well.
 
     Args:
         extra: headers to add.
@@ -118,13 +152,13 @@ class PassedReply(Response):
 
     def __init__(
         self,
-        reply: httpx.Response,
+        reply: aiohttp.ClientResponse,
         extra: Iterable[tuple[str, str]] = (),
         on_end: Callable[[bytes], object] = lambda content: None,
     ) -> None:
         self.reply, self.on_end = reply, on_end
-        passed = [(name.lower(), value) for name, value in reply.headers.raw]
-        self.status_code = reply.status_code
+        passed = [(name.lower(), value) for name, value in reply.raw_headers]
+        self.status_code = reply.status
         self.raw_headers = [pair for pair in passed if pair[0] not in _HOP_BY_HOP]
         self.raw_headers += [(name.encode("ascii"), value.encode("latin-1", "replace")) for name, value in extra]
         self.background = None
@@ -143,17 +177,17 @@ class PassedReply(Response):
             leaving.cancel()
             passing.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
-            await self.reply.aclose()
+            self.reply.close()
 
     async def _pass(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         content = bytearray()
         try:
-            async for chunk in self.reply.aiter_raw():
+            async for chunk in self.reply.content.iter_any():
                 if len(content) < MOST_READ:
                     content += chunk
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except httpx.HTTPError:
+        except (aiohttp.ClientError, OSError):
             return  # without a last message the server closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self.on_end(_decoded(bytes(content), self.reply.headers.get("content-encoding", "")))

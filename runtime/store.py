@@ -45,10 +45,12 @@ class JsonLines:
 
     def append_unflushed(self, row: Mapping[str, object]) -> None:
         """Append a row that survives a kill of this process, but perhaps not a power loss."""
-        with name_path_in_errors(self.path):
-            self.drop_torn_line()
-            with self.path.open("ab") as file:
-                file.write((with_crc(to_json(row, ascii=True)) + "\n").encode("ascii"))
+        line = (with_crc(to_json(row, ascii=True)) + "\n").encode("ascii")
+        with name_path_in_errors(self.path), self.path.open("ab+") as file:
+            end = file.tell()
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                self.truncate()
+            file.write(line)
 
     def append_lines(self, *texts: str) -> None:
         """Append JSON objects, as strict JSON without line breaks, durably."""

@@ -212,7 +212,7 @@ def speculating() -> None:
     print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in drafts)}"
     for a, b in zip(ours.compile(batch), compiler.compile(batch), strict=True):
         assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often not in a.emission_ids
-        for name in ("mu", "log_sigma", "soft"):  # (log-probabilities differ: docs/guides/serving.md)
+        for name in ("mu", "log_sigma", "soft"):  # (log-probabilities differ: docs/guides/models.md)
             torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
     print("alike")
     print(print_steps)

@@ -189,10 +189,10 @@ def rollout_engine(
     """Create what plays episodes; the compiler in training, a vLLM engine or Ray engines compile."""
     served: Any = None
     if engines is not None and engines.compilers:
-        served = ray_compiler(engines, distributed.rank())
+        served = ray_compiler(engines, distributed.rank(), concurrent=config.compiler.engine == "vllm")
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, told_to_compiler(config))
-    limits = EpisodeLimits(config.max_steps, config.seed)
+    limits = EpisodeLimits(config.max_steps, config.seed, batching=config.batching)
     return RolloutEngine(
         make_env=leases(envs),
         executor=executor,

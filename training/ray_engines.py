@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,11 +33,14 @@ from executor.base import TokenExecutor
 from executor.build import Told, executor_rules, executor_view, load_executor
 from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
-from lm.vllm import engine_trouble
 from runtime.cluster import ClusterError, import_ray
 from runtime.ray_actors import loss_reason
 from soft_mem.projector import Projector
 
+if TYPE_CHECKING:
+    from compiler.vllm import ServedWeights
+
+HELD_WEIGHTS = 2  # versions in a vLLM engine: trainers change to new weights at different moments
 PAUSE_S = 0.2  # between two checks for an available engine
 TURN_S = 5.0  # longest wait for answers before the clock is checked
 Report = Callable[[Mapping[str, Any]], object]  # records an event of a process
@@ -90,7 +95,9 @@ class CompilerEngine:
             else load_compiler(config, None, seed, instructions)
         )
         self._fetch = fetch or import_ray().get
-        self._loaded: tuple[int, str] | None = None  # version and SHA-256
+        self._lock = threading.Lock()  # of the weights, and in PyTorch of the compiler
+        self._loaded: tuple[int, str] | None = None  # version and SHA-256, in PyTorch
+        self._held: OrderedDict[tuple[int, str], ServedWeights] = OrderedDict()  # in vLLM, the newest last
 
     @property
     def broken(self) -> str | None:
@@ -104,19 +111,64 @@ class CompilerEngine:
     ) -> tuple[list[Compilation], Tensor]:
         """Compile, and return the new state of the random numbers, too. Raises: WeightsError, if the weights do not
         match their hash; else as the compiler."""
-        self._load(weights)
-        compiler = self._compiler
-        compiler.decoding = decoding
+        generator = self._compiler.generator
         if isinstance(state, int):
-            compiler.generator.manual_seed(state)
+            generator.manual_seed(state)
         else:
-            compiler.generator.set_state(state)
-        return [_to_send(compilation) for compilation in compiler.compile(requests)], compiler.generator.get_state()
+            generator.set_state(state)
+        return self._compile(requests, None, decoding, weights), generator.get_state()
+
+    def compile_by_seeds(
+        self, requests: Sequence[CompileRequest], seeds: Sequence[int], decoding: Decoding, weights: PolicyWeights
+    ) -> list[Compilation]:
+        """Compile each request by its own seed. With vLLM, calls of several threads share its batches. Raises: as
+        `compile`."""
+        return self._compile(requests, seeds, decoding, weights)
+
+    def _compile(
+        self,
+        requests: Sequence[CompileRequest],
+        seeds: Sequence[int] | None,
+        decoding: Decoding,
+        weights: PolicyWeights,
+    ) -> list[Compilation]:
+        if not self._is_vllm:
+            with self._lock:
+                self._load(weights)
+                self._compiler.decoding = decoding
+                return [_to_send(compilation) for compilation in self._compiler.compile(requests, seeds)]
+        with self._lock:
+            held = self._hold(weights)
+        try:
+            made = self._compiler.compile(requests, seeds, decoding=decoding, weights=held)
+        finally:
+            self._compiler.release(held)
+        return [_to_send(compilation) for compilation in made]
+
+    def _hold(self, weights: PolicyWeights) -> ServedWeights:
+        """Return weights for one more call, in vLLM; the engine keeps the newest two."""
+        key = weights.version, weights.sha256
+        if key not in self._held:
+            with self._files(weights) as folder:
+                projector = checkpoint.load_projector(folder)
+                self._held[key] = self._compiler.add_weights(folder, weights.version, projector)
+            if len(self._held) > HELD_WEIGHTS:
+                self._compiler.release(self._held.popitem(last=False)[1])
+        return self._compiler.hold(self._held[key])
 
     def _load(self, weights: PolicyWeights) -> None:
+        """Load weights in PyTorch, unless they are loaded."""
         if self._loaded == (weights.version, weights.sha256):
             return
         self._loaded = None  # until loading succeeds
+        with self._files(weights) as folder:
+            checkpoint.load(folder, self._compiler)
+            self._compiler.weight_version = weights.version
+        self._loaded = (weights.version, weights.sha256)
+
+    @contextmanager
+    def _files(self, weights: PolicyWeights) -> Iterator[Path]:
+        """Write weights into a temporary folder. Raises: WeightsError, if they do not match their hash."""
         with TemporaryDirectory(prefix="memcompiler-weights-") as name:
             folder = Path(name)
             for path, data in self._fetch(weights.files).items():
@@ -124,12 +176,7 @@ class CompilerEngine:
                 (folder / path).write_bytes(data)
             if (found := _sha256(folder)) != weights.sha256:
                 raise WeightsError(f"weights of version {weights.version} have hash {found}, not {weights.sha256}")
-            if self._is_vllm:
-                self._compiler.load_adapter(folder, weights.version, checkpoint.load_projector(folder))
-            else:
-                checkpoint.load(folder, self._compiler)
-                self._compiler.weight_version = weights.version
-        self._loaded = (weights.version, weights.sha256)
+            yield folder
 
 
 class ExecutorEngine:
@@ -142,8 +189,8 @@ class ExecutorEngine:
 
     @property
     def broken(self) -> str | None:
-        llm = getattr(self._executor, "llm", None)
-        return None if llm is None else engine_trouble(llm, at_rest=True)
+        loop = getattr(self._executor, "loop", None)  # of a vLLM engine
+        return None if loop is None else loop.trouble
 
     def about(self) -> dict[str, Any]:
         return {"context": self._executor.context}
@@ -205,6 +252,7 @@ class _PendingCall:
 
 class EnginePool:
     """Engines of one role, used by one trainer. Ray restarts a lost engine; meanwhile others take its calls.
+    Thread-safe.
 
     Args:
         ray: The module.
@@ -218,6 +266,8 @@ class EnginePool:
     ) -> None:
         self._ray, self._role, self._engines, self._placement = ray, role, list(engines), placement
         self._report, self._first = report, first
+        self._lock = threading.RLock()  # of the next two
+        self._busy = Counter[int]()  # calls in each engine
         self._lost: dict[int, Any] = {}  # pending `about` of lost engines; None: will not come back
 
     def __len__(self) -> int:
@@ -249,12 +299,14 @@ class EnginePool:
             while waiting:
                 call = waiting.popleft()
                 engine = self._pick_engine(call)
+                self._busy[engine] += 1
                 pending[self._engines[engine].call.remote(method, *calls[call])] = _PendingCall(call, engine)
             ready, others = self._ray.wait(list(pending), num_returns=1, timeout=TURN_S)
             silent = self._kill_silent({ref: pending[ref] for ref in others})
             outcomes = [(ref, *self._get(ref)) for ref in ready] + [(ref, None, silence) for ref in silent]
             for ref, result, reason in outcomes:
                 one = pending.pop(ref)
+                self._busy[one.engine] -= 1
                 if not reason:
                     results[one.call] = result
                     continue
@@ -275,14 +327,15 @@ class EnginePool:
             return None, loss_reason(error)
 
     def _pick_engine(self, call: int) -> int:
-        """Pick an available engine for a call, if possible always the same one; wait for one if none is available."""
+        """Pick the available engine with the fewest calls, if possible always the same one for a call; wait for one if
+        none is available."""
         due = time.monotonic() + self._placement.unresponsive_s
         order = [(self._first + call + i) % len(self._engines) for i in range(len(self._engines))]
         while True:
-            self._poll_lost_engines()
-            for engine in order:
-                if engine not in self._lost:
-                    return engine
+            with self._lock:
+                self._poll_lost_engines()
+                if left := [engine for engine in order if engine not in self._lost]:
+                    return min(left, key=self._busy.__getitem__)
             if all(about is None for about in self._lost.values()) or time.monotonic() > due:
                 raise ClusterError(
                     f"no {self._role} is left: each was replaced {self._placement.restarts} times "
@@ -315,9 +368,10 @@ class EnginePool:
         return late
 
     def _lose(self, engine: int, reason: str) -> None:
-        if engine not in self._lost:
-            self._lost[engine] = self._engines[engine].about.remote()
-            self._report_event(engine, "lost", reason)
+        with self._lock:
+            if engine not in self._lost:
+                self._lost[engine] = self._engines[engine].about.remote()
+                self._report_event(engine, "lost", reason)
 
     def _report_event(self, engine: int, event: str, reason: str = "", **facts: Any) -> None:
         row = {"role": self._role, "number": engine, "event": event, "reason": reason, "at": time.time(), **facts}
@@ -344,10 +398,16 @@ class _RandomStates:
 
 class RayCompiler:
     """Client of compiler engines: a `training.rollout.RolloutPolicy`. A batch is split into as many parts as there are
-    engines, available or not, so that samples depend on the number of engines only."""
+    engines, available or not, so that samples depend on the number of engines only.
 
-    def __init__(self, pool: EnginePool, put: Callable[[Any], Any]) -> None:
-        self._pool, self._put = pool, put
+    Args:
+        concurrent: the engines answer calls of several threads side by side, as vLLM's do.
+    """
+
+    takes_seeds = True
+
+    def __init__(self, pool: EnginePool, put: Callable[[Any], Any], concurrent: bool = False) -> None:
+        self._pool, self._put, self.concurrent = pool, put, concurrent
         self.decoding, self.generator = Decoding(), _RandomStates()
         self._weights: PolicyWeights | None = None
 
@@ -360,29 +420,36 @@ class RayCompiler:
             }
             self._weights = PolicyWeights(version, digest, self._put(files))
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        """Compile each request, in order. Raises: WeightsError, if an engine used other weights; else as
-        `EnginePool.call_all`."""
-        assert self._weights is not None  # call `load_adapter` first
-        parts = [(i, part) for i, part in enumerate(_split(requests, len(self._pool))) if part]
-        calls = [(part, self.decoding, self.generator[i], self._weights) for i, part in parts]
-        compilations: list[Compilation] = []
-        for (i, part), (compiled, state) in zip(parts, self._pool.call_all("compile", calls), strict=True):
-            self.generator[i] = state
-            for request, compilation in zip(part, compiled, strict=True):
-                if compilation.weight_version != self._weights.version:
-                    raise WeightsError(
-                        f"compiled with weights of version {compilation.weight_version}, not {self._weights.version}"
-                    )
-                compilation.request = request
-            compilations += compiled
-        return compilations
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]:
+        """Compile each request, in order, with the weights that are loaded now. Raises: WeightsError, if an engine used
+        other weights; else as `EnginePool.call_all`."""
+        weights, decoding, n = self._weights, self.decoding, len(self._pool)
+        assert weights is not None  # call `load_adapter` first
+        if seeds:
+            parts = [pair for pair in zip(_split(requests, n), _split(seeds, n), strict=True) if pair[0]]
+            answers = self._pool.call_all("compile_by_seeds", [(*pair, decoding, weights) for pair in parts])
+            made = [compilation for compiled in answers for compilation in compiled]
+        else:
+            numbered = [(i, part) for i, part in enumerate(_split(requests, n)) if part]
+            calls = [(part, decoding, self.generator[i], weights) for i, part in numbered]
+            made = []
+            for (i, _), (compiled, state) in zip(numbered, self._pool.call_all("compile", calls), strict=True):
+                self.generator[i] = state
+                made += compiled
+        for request, compilation in zip(requests, made, strict=True):
+            if compilation.weight_version != weights.version:
+                raise WeightsError(
+                    f"compiled with weights of version {compilation.weight_version}, not {weights.version}"
+                )
+            compilation.request = request
+        return made
 
 
 class RayExecutor(TokenExecutor):
     """Client of executor engines. Encodes prompts and samples actions itself, so that calls can be retried."""
 
     def __init__(self, config: ExecutorConfig, environment: Told, pool: EnginePool) -> None:
+        self.concurrent = config.engine == "vllm"
         self._name, self._revision, self._pool = model_path(config.model), config.revision, pool
         encoder = load_encoder(self._name, config.memory_token, config.revision, config.chat_template)
         super().__init__(
@@ -429,8 +496,8 @@ def _split(rows: Sequence[Any], n: int) -> list[Sequence[Any]]:
     return [rows[i * len(rows) // n : (i + 1) * len(rows) // n] for i in range(n)]
 
 
-def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
-    """Create a trainer's client of the compiler engines."""
+def ray_compiler(engines: RayEngines, trainer: int, concurrent: bool) -> RayCompiler:
+    """Create a trainer's client of the compiler engines; `concurrent` as in `RayCompiler`."""
     ray = import_ray()
     pool = EnginePool(
         ray=ray,
@@ -440,7 +507,7 @@ def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
         report=engines.report,
         first=trainer,
     )
-    return RayCompiler(pool, ray.put)
+    return RayCompiler(pool, ray.put, concurrent)
 
 
 def ray_executor(config: ExecutorConfig, environment: Told, engines: RayEngines, trainer: int) -> RayExecutor:

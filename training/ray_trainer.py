@@ -38,6 +38,7 @@ from training.ray_placement import ClusterLayout, RoleLayout, plan_layout
 
 console = Console(width=120)
 RECORD = "cluster.jsonl"  # in the run folder: start, loss and replacement of every process
+SPARE_CALLS = 4  # beside requests of episodes: `about`
 GRACE_S = 15.0  # after a trainer's error, time to find out whether another trainer's loss caused it
 Train = Callable[[GrpoConfig, Path, str, RayEngines], object]  # runs one trainer
 
@@ -153,11 +154,12 @@ class ProcessGroup:
     def __getitem__(self, role: str) -> list[Any]:
         return [actor for (name, _), actor in self._actors.items() if name == role]
 
-    def start(self, role: str, kind: type, restarts: int, *arguments: Any) -> None:
-        """Start an actor in every bundle of a role."""
+    def start(self, role: str, kind: type, restarts: int, *arguments: Any, calls: int = 1) -> None:
+        """Start an actor in every bundle of a role, which answers up to `calls` calls at a time."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = {"num_cpus": self._cpus, "num_gpus": self._layout.roles[role].gpus, "max_task_retries": 0}
+        needs |= {"max_concurrency": calls} if calls > 1 else {}
         actor = self.ray.remote(max_restarts=restarts, **needs)(kind)
         for bundle, (name, number) in enumerate(self._order):
             if name == role:
@@ -191,8 +193,13 @@ def _start_engines(group: ProcessGroup, config: GrpoConfig, layout: ClusterLayou
         told_to_compiler(config),
     )
     executor = partial(ExecutorEngine, _with_layout(config.executor, layout.executors), told_to_executor(config))
-    for role, make in (("compiler", compiler), ("executor", executor)):
-        group.start(role, ObjectActor, config.placement.restarts, pickle.dumps(make))
+    for role, make, engine in (
+        ("compiler", compiler, config.compiler.engine),
+        ("executor", executor, config.executor.engine),
+    ):
+        # A vLLM engine answers the requests of all episodes side by side.
+        calls = config.concurrency * max(1, layout.trainers.count) + SPARE_CALLS if engine == "vllm" else 1
+        group.start(role, ObjectActor, config.placement.restarts, pickle.dumps(make), calls=calls)
     for role in ("compiler", "executor"):
         for number, engine in enumerate(group[role]):
             try:

@@ -150,7 +150,7 @@ class RolloutPolicy(Protocol):
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None: ...
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,13 @@ class RolloutEngine:
         """Play one episode of each spec with a delivery; returns them in order."""
         found = find(name)
         delivery = found.create(self._synced(compiler), self.limits.seed, gate=self.gate)
+        limits = replace(self.limits, draw_seed=compiler.generator.initial_seed())
         return run_episodes(
             self.make_env,
             [spec.without_memory() for spec in specs] if found.memory == "empty" else specs,
             delivery=delivery,
             executor=self.executor,
-            limits=self.limits,
+            limits=limits,
             concurrency=self.concurrency,
         )
 

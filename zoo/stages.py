@@ -41,8 +41,8 @@ class Batches(Dataset):
 class AnswerLoss:
     """Trainer mixin that computes logits only at labelled positions, about one in fifty.
 
-    Batches are padded on the right, so the causal mask suffices. `given` (E, G), with `given_mask`, holds prefixes
-    that the model reads once; `behind` (E,) says how many of the sequences continue each, in order.
+    Batches are padded on the right, so the causal mask suffices. `given` (E, G) holds prefixes that the
+    model reads once, of `given_lengths` (E,) tokens; `behind` (E,) of the sequences continue each, in order.
     """
 
     bf16 = False  # multiply matrices in bfloat16
@@ -50,7 +50,7 @@ class AnswerLoss:
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
         """Compute the mean NLL of labelled tokens, and as outputs whether each is predicted. `equals` (labelled tokens,
         alternatives), padded with IGNORE, lists equally right tokens."""
-        other_inputs = ("labels", "attention_mask", "equals", "given", "given_mask", "behind")
+        other_inputs = ("labels", "attention_mask", "equals", "given", "given_lengths", "behind")
         sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in other_inputs}
         labels = inputs["labels"][:, 1:]
         labelled = labels != IGNORE
@@ -71,10 +71,10 @@ class AnswerLoss:
 
 def _read_given(model: Any, inputs: Batch) -> dict[str, Any]:
     """Read the shared prefixes and return the forward arguments of their continuations."""
-    lengths, behind = inputs["given_mask"].sum(1), inputs["behind"]
+    lengths, behind = inputs["given_lengths"], inputs["behind"]
     cache = GraphCache.empty(model.config)
     model.model(input_ids=inputs["given"], past_key_values=cache)
-    groups = [list(rows) for rows in torch.arange(int(behind.sum())).split(behind.tolist())]
+    groups = [rows.tolist() for rows in torch.arange(int(behind.sum())).split(behind.tolist())]
     return {
         "past_key_values": cache.beside(groups, lengths.tolist()),
         "position_ids": lengths.repeat_interleave(behind)[:, None] + torch.arange(inputs["input_ids"].shape[1]),

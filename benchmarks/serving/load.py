@@ -2,6 +2,7 @@
 
     memcompiler bench serving load                                # starts a service of the household's compiler base
     memcompiler bench serving load --url http://127.0.0.1:8100    # a running service
+    memcompiler bench serving load --step-ms 100                  # a simulated engine, lockstep and continuous
 
 Each client sends its next request when the last one is answered. A client that is put off (429 or 503 with
 Retry-After) retries, and its latency counts from the first attempt. A request that ends without an answer is lost.
@@ -15,9 +16,11 @@ import contextlib
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -29,16 +32,20 @@ import typer
 
 from agent.episode import EpisodeSpec
 from benchmarks.serving.scripted import Script, read_script
+from benchmarks.simulated_engine import simulated_compiler, simulated_vllm
 from compiler import checkpoint
 from compiler.build import load_compiler
 from compiler.client import CompileBody, SamplingBody
-from configs.models import CompilerConfig, Soft
+from configs.models import Batching, CompilerConfig, ServeConfig, Soft, model_path
 from eval.table import markdown_table
-from runtime.http import LOOPBACK, free_port, http_url, responds, retry_after
+from lm.backbone import load_encoder
+from runtime.http import LOOPBACK, bound_socket, free_port, http_url, responds, retry_after
 from runtime.processes import ChildProcess
 from runtime.progress import disable_library_progress_bars
+from soft_mem.projector import Projector, ProjectorConfig
 
 MODEL, EXECUTOR_WIDTH, N_SOFT = "zoo/household/compiler", 128, 4
+SIMULATED = "zoo/household/executor"  # model whose tokens a simulated engine writes: a text model
 STEPS = 10  # of an episode, which then repeats
 TIMEOUT_S = 120.0  # of a request, from its first attempt
 
@@ -66,15 +73,24 @@ def measure_load(
     memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's memory.")] = 300,
     queue: Annotated[int, typer.Option(min=1, help="Queue length of the started service.")] = 256,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest emission of the started service.")] = 48,
+    engine: Annotated[str, typer.Option(help="Engine of the started service: hf or vllm.")] = "hf",
+    batching: Annotated[str, typer.Option(help="lockstep, continuous or auto, of the started service.")] = "auto",
+    step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of a simulated engine's step; 0: none.")] = 0,
 ) -> None:
     """Measure latency and lost requests of the compiler service by number of clients."""
     disable_library_progress_bars()
     script = Script(MODEL, MODEL, memory_tokens, read_script())
-    with contextlib.ExitStack() as stack:
-        url = url or stack.enter_context(started_service(queue, max_new_tokens))
-        asyncio.run(load(url, script, 1, 0.0))  # warm-up
-        results = [asyncio.run(load(url, script, int(number), seconds)) for number in clients.split(",")]
-    typer.echo("\n".join(table(results)))
+    numbers, results = [int(number) for number in clients.split(",")], list[LoadResult]()
+    if step_ms:
+        services = {way: partial(simulated_service, step_ms / 1e3, way, queue) for way in ("lockstep", "continuous")}
+    else:
+        services = {"": partial(started_service, queue, max_new_tokens, engine, batching)}
+    for way, service in services.items():
+        with contextlib.nullcontext(url) if url else service() as at:
+            asyncio.run(load(at, script, 1, 0.0))  # warm-up
+            measured = [asyncio.run(load(at, script, number, seconds)) for number in numbers]
+        typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured)]))
+        results += measured
     reasons = [reason for result in results for reason in result.lost]
     for reason in sorted(set(reasons)):
         typer.echo(f"  {reasons.count(reason)} lost: {reason}")
@@ -83,8 +99,38 @@ def measure_load(
 
 
 @contextlib.contextmanager
-def started_service(queue: int, max_new_tokens: int) -> Iterator[str]:
-    """Start a service with a fresh adapter and projector in PyTorch; yield its URL and stop it at the end."""
+def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator[str]:
+    """Serve a compiler on a simulated engine from a thread of this process; yield its URL and stop it at the end."""
+    import uvicorn
+
+    from compiler.server.app import service_app
+    from compiler.server.service import CompilerService
+
+    encoder = load_encoder(model_path(SIMULATED))
+    projector = Projector(ProjectorConfig(8, EXECUTOR_WIDTH, N_SOFT))
+    config = ServeConfig(queue=queue, timeout_s=TIMEOUT_S, batching=batching)
+    with simulated_vllm():
+        service = CompilerService(lambda: simulated_compiler(encoder, projector, step_s), config)
+        server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
+        bound = bound_socket(LOOPBACK, 0)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        service.start()
+        thread.start()
+        url = http_url(LOOPBACK, bound.getsockname()[1])
+        deadline = time.monotonic() + 60
+        while not responds(f"{url}/ready") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        try:
+            yield url
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            bound.close()
+
+
+@contextlib.contextmanager
+def started_service(queue: int, max_new_tokens: int, engine: str, batching: str) -> Iterator[str]:
+    """Start a service with a fresh adapter and projector; yield its URL and stop it at the end."""
     soft = Soft(n_tokens=N_SOFT, emb_std=0.02)
     config = CompilerConfig(model=MODEL, dtype="float32", instructions="none", soft=soft, max_new_tokens=max_new_tokens)
     url = http_url(LOOPBACK, port := free_port())
@@ -93,6 +139,7 @@ def started_service(queue: int, max_new_tokens: int) -> Iterator[str]:
         checkpoint.save_weights(Path(folder), load_compiler(config, executor))
         command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "-c", "serve/quickstart"]
         settings = [f"queue={queue}", f"compiler.max_new_tokens={max_new_tokens}", f"timeout_s={TIMEOUT_S}"]
+        settings += [f"compiler.engine={engine}", f"batching={batching}"]
         with ChildProcess([*command, "--checkpoint", folder, "--port", str(port), *settings], output="kept") as service:
             service.wait_until_ready(lambda: responds(f"{url}/ready"), 300)
             yield url

@@ -1,4 +1,5 @@
-"""The compiler behind a bounded queue: one thread loads it and compiles the waiting requests in batches.
+"""The compiler behind a bounded queue. One thread loads it, and then takes what waits: with lockstep batching a batch
+at a time, with continuous batching each request at once, so that none waits for another one's longer emission.
 
 A cancelled request frees the compiler: it leaves the queue, or the compiler, which checks before every token, stops
 writing it. The log never holds request contents: of an exception, it names type and place without the message.
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from compiler.base import TokenCompiler
 from compiler.client import SamplingBody
-from compiler.records import Compilation, CompileRequest, Decoding
+from compiler.records import Compilation, CompileRequest, Decoding, StillWanted, batches_continuously
 from configs.models import ServeConfig
 
 log = logging.getLogger("memcompiler.service")
@@ -115,6 +116,7 @@ class CompilerService:
         self.active = 0  # requests without a reply yet
         self.compiler: TokenCompiler | None = None
         self.queue: list[CompileJob] = []  # first come, first served
+        self._compiling = 0  # requests, with continuous batching
         self.metrics = ServiceMetrics(lambda: self.trouble is None, lambda: len(self.queue))
         self._changed = threading.Condition()
         self._load = load
@@ -173,7 +175,7 @@ class CompilerService:
             if len(self.queue) >= self.config.queue:
                 raise Refusal(429, f"{self.config.queue} requests wait already: try again")
             self.queue.append(job)
-            self._changed.notify()
+            self._changed.notify_all()
         return job
 
     def give_up(self, job: CompileJob) -> None:
@@ -191,10 +193,30 @@ class CompilerService:
         except Exception as error:
             self.failure = error
             return
+        if batches_continuously(self.config.batching, [self.compiler]):
+            self._compile_continuously(self.compiler)
         while True:
             jobs = sorted(self._take(), key=attrgetter("group"))
             for _, group in groupby(jobs, key=attrgetter("group")):
-                self._compile(self.compiler, list(group))
+                self._compile(list(group), partial(_compile_batch, self.compiler))
+
+    def _compile_continuously(self, compiler: TokenCompiler) -> NoReturn:
+        """Compile each request in a thread of its own, up to `batch` at a time; the engine batches them."""
+
+        def work(job: CompileJob) -> None:
+            try:
+                self._compile([job], partial(_compile_alone, compiler))
+            finally:
+                with self._changed:
+                    self._compiling -= 1
+                    self._changed.notify_all()
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.queue and self._compiling < self.config.batch)
+                job = self.queue.pop(0)
+                self._compiling += 1
+            threading.Thread(target=work, args=(job,), daemon=True, name="compile").start()
 
     def _take(self) -> list[CompileJob]:
         """Wait for jobs, then `gather_s` for more, and take a batch."""
@@ -205,29 +227,24 @@ class CompilerService:
             jobs, self.queue = self.queue[:most], self.queue[most:]
             return jobs
 
-    def _compile(self, compiler: TokenCompiler, jobs: Sequence[CompileJob]) -> None:
+    def _compile(self, jobs: Sequence[CompileJob], compile: CompileJobs) -> None:
         """Compile jobs and set their results. If a batch fails, compile each job alone, to find the one at fault."""
         jobs = [job for job in jobs if not job.result.cancelled()]
         if not jobs:
             return
-        started, seeds = time.perf_counter(), [job.seed for job in jobs if job.seed is not None]
-        default, compiler.decoding = compiler.decoding, jobs[0].decoding
+        started = time.perf_counter()
         try:
-            compilations = compiler.compile(
-                [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
-            )
+            compilations = compile(jobs)
         except Exception as error:
             if len(jobs) > 1 and self._broken is None:
                 for job in jobs:
-                    self._compile(compiler, [job])
+                    self._compile([job], compile)
                 return
             self.metrics.failures.inc()
             log.error("a batch of %d failed: %s", len(jobs), described(error))
             for job in jobs:
                 _settle(job, self._refusal(error))
             return
-        finally:
-            compiler.decoding = default
         for job in jobs:
             job.queue_s, job.compile_s = started - job.since, time.perf_counter() - started
         self.metrics.count_batch(jobs, compilations)
@@ -238,6 +255,28 @@ class CompilerService:
         if isinstance(error, ValueError):
             return Refusal(422, str(error))
         return Refusal(503 if self.trouble else 500, f"{type(error).__name__}: {error}")
+
+
+CompileJobs = Callable[[Sequence[CompileJob]], list[Compilation]]  # of one group
+
+
+def _compile_batch(compiler: TokenCompiler, jobs: Sequence[CompileJob]) -> list[Compilation]:
+    """Compile a batch; nothing else may use the compiler meanwhile."""
+    default, compiler.decoding = compiler.decoding, jobs[0].decoding
+    try:
+        return compiler.compile(*_arguments(jobs))
+    finally:
+        compiler.decoding = default
+
+
+def _compile_alone(compiler: Any, jobs: Sequence[CompileJob]) -> list[Compilation]:
+    """Compile beside other threads."""
+    return compiler.compile(*_arguments(jobs), decoding=jobs[0].decoding)
+
+
+def _arguments(jobs: Sequence[CompileJob]) -> tuple[list[CompileRequest], list[int] | None, StillWanted]:
+    seeds = [job.seed for job in jobs if job.seed is not None]
+    return [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
 
 
 def _settle(job: CompileJob, result: Any) -> None:

@@ -55,7 +55,7 @@ def ask_about_row(notes: Notes, row: Row, ask: ChatFunction) -> dict[str, Any]:
 
 
 def read_analysis(reply: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the usable fields of an analysis; None if there is none."""
+    """Return the fields of an analysis that can be used; None if there are none."""
     context = reply.get("context")
     fields = {
         "keywords": lines_in(reply.get("keywords"), MOST_KEYWORDS, WORD),
@@ -68,7 +68,7 @@ def read_analysis(reply: dict[str, Any]) -> dict[str, Any] | None:
 def _ask_evolution(
     notes: Notes, note: Note, attributes: Attributes, near: Sequence[Version], ask: ChatFunction, failures: Counter[str]
 ) -> dict[str, Any]:
-    """Ask for links and evolution; {} leaves both to the rules."""
+    """Ask for links and evolution; return {} if both are to be done by rule."""
     numbered = "\n".join(f"{n}. {notes.by_name[v.item].compact}\n{notes.attributes(v)}" for n, v in enumerate(near))
     texts = f"New note:\n{note.compact}\n{attributes}\n\nNumbered notes:\n{numbered}"
     asked = chat(_EVOLVE, shorten(texts, MOST_TEXT))

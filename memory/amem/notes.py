@@ -1,7 +1,7 @@
 """A-Mem's notes as a fold over journal rows: attributes by rule or by a model's answers, links, and evolution.
 
 A note is an episode's text with keywords, tags and a sentence of context. A new note is linked with some of its nearest
-notes, in both directions, and evolution adds to the attributes of those. Evolution never changes the episode's text.
+notes, in both directions. Evolution then changes the attributes of these notes, never the text of an episode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An episode's text, which stays, and what rules link it by.
+    """An episode's text, which never changes, and what the rules for links compare.
 
     Attributes:
         key: hash of task, commands and outcome, by which answers name the note.
@@ -70,7 +70,7 @@ def attributes_by_rule(trace: Trace, done: Sequence[StepEffect], reader: Command
 
 
 def with_answer(by_rule: Attributes, answer: Mapping[str, Any]) -> Attributes:
-    """Replace the rules' attributes by a model's, those that it gave."""
+    """Replace the attributes written by rule by those in a model's answer."""
     given = {name: answer[name] for name in ("keywords", "tags", "context") if answer.get(name)}
     return replace(by_rule, **{name: v if isinstance(v, str) else tuple(v) for name, v in given.items()})
 
@@ -142,7 +142,8 @@ class Notes:
         return [each.name for each in others if each.objects & note.objects and alike(each.origin.task)]
 
     def _evolve(self, note: Note, attributes: Attributes, answer: Mapping[str, Any]) -> None:
-        """Give linked notes the new one's tags, or its neighbours and itself what a model wrote of them."""
+        """Update attributes after a note was added, to what a model wrote about the note and its neighbours. Without
+        such an answer, linked notes get the new note's tags."""
         linked, written = self.links[note.name], answer.get("evolved")
         if own := answer.get("own_tags"):  # written with the neighbours in view
             told = [self.by_name[name].origin for name in linked]
@@ -177,6 +178,6 @@ class Notes:
 
 
 def _listed(answers: Any, n: int) -> list[Mapping[str, Any]]:
-    """Return the answers about n attempts; {} for those without one."""
+    """Return the answers about n attempts, {} for an attempt without an answer."""
     given = answers if isinstance(answers, list) else []
     return [given[i] if i < len(given) and isinstance(given[i], dict) else {} for i in range(n)]

@@ -20,7 +20,8 @@ class AMemSettings(RecallSettings):
     neighbours: int = Field(default=5, ge=0)
     """Nearest notes that a new one may be linked with; 0: no links and no evolution."""
     evolve: bool = True
-    """Rewrite the attributes of linked notes in the light of a new one."""
+    """Rewrite the attributes of linked notes when a note is added."""
     variant: Variant = "paper"
-    """Links in a recall. paper: after half of the entries, the best linked notes. released: behind each note its links
-    in order of creation, of which all notes together show half of the entries, as in the released code."""
+    """How a recall of k entries uses links. paper: the best notes fill the first half, the best notes linked with them
+    the second. released, as in the released code: each of the best notes is followed by its linked notes in order of
+    creation, together at most half of the entries."""

@@ -1,4 +1,5 @@
-"""A-Mem as a memory system (arXiv 2502.12110): a graph of notes that are linked and described anew as others join.
+"""A-Mem as a memory system (arXiv 2502.12110): a graph of notes. A new note is linked with others, whose
+descriptions are then updated.
 
 Without a language model the notes are written by rule. Departures from the released code: the compared text contains
 the episode, changed notes are found by their new text at once, and links go both ways and name notes, not positions.

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,6 +301,68 @@ def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
         assert httpx.post(f"{url}/compile", json=BODY, timeout=15).status_code == 200
         assert fake.batches == [["endless"], [BODY["goal"]]]
         assert 'memcompiler_requests_total{code="499"} 2.0' in httpx.get(f"{url}/metrics").text
+
+
+class SideBySide(Fake):
+    """A thread-safe compiler: `endless` requests last until they are cancelled, others until `gate` opens. An emission
+    says the request's goal, its decoding and its seed."""
+
+    concurrent = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.most, self.lock = 0, 0, threading.Lock()
+
+    def compile(self, requests: Any, seeds: Any = None, wanted: Any = never_cancelled, decoding: Any = None) -> Any:
+        [request], [seed] = requests, seeds or [None]
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self.entered.set()
+        if request.goal == "endless":
+            until(lambda: not wanted(0))
+        elif not self.gate.wait(20) or request.goal == "crash":
+            raise RuntimeError("out of memory")
+        with self.lock:
+            self.inside -= 1
+            self.batches.append([request.goal])
+        emission = Emission(f"{request.goal} {decoding.temperature:g} {seed}")
+        return [Compilation(render(emission), emission)]
+
+
+def test_an_emission_is_not_held_back_by_a_longer_one_and_a_freed_place_is_taken() -> None:
+    compiler = SideBySide()
+    with serving(compiler, batch=2) as (client, service):
+        long = service.submit(replace(tiny_models.request(0, image=False), goal="endless"), SamplingBody())
+        until(lambda: compiler.inside == 1)
+        assert client.post("/compile", json=BODY).status_code == 200 and compiler.inside == 1  # beside the long one
+        assert client.post("/compile", json=BODY | {"goal": "crash"}).status_code == 500
+        compiler.gate.clear()
+        waiting = [in_background(lambda: client.post("/compile", json=BODY)) for _ in range(2)]
+        until(lambda: len(service.queue) == 1 and compiler.inside == 3)  # the failed one never left `inside`
+        service.give_up(long)
+        until(lambda: not service.queue)
+        compiler.gate.set()
+        assert [answer().status_code for answer in waiting] == [200, 200]
+        until(lambda: compiler.inside == 1)
+        assert long.result.cancelled() and ["endless"] in compiler.batches
+
+
+def test_at_ten_times_what_fits_every_request_gets_its_own_answer() -> None:
+    compiler = SideBySide()
+    with serving(compiler, batch=4, queue=8) as (client, _):
+
+        def ask(number: int) -> str:
+            body = BODY | {"goal": f"goal {number}", "sampling": {"temperature": number % 3 / 2, "seed": number}}
+            while (answer := client.post("/compile", json=body)).status_code == 429:
+                time.sleep(0.005)
+            assert answer.status_code == 200
+            return answer.json()["text"]
+
+        with ThreadPoolExecutor(40) as clients:
+            texts = list(clients.map(ask, range(80)))
+    seed = lambda number: number if number % 3 else None  # at temperature 0 nothing is drawn
+    assert texts == [f"> goal {n} {n % 3 / 2:g} {seed(n)}" for n in range(80)] and compiler.most <= 4
 
 
 def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,16 @@ from compiler.language import Emission, ParseError, ParseResult
 from compiler.records import CompileRequest, Decoding, never_cancelled
 from compiler.vllm import VllmCompiler
 from configs.models import Speed
-from lm.vllm import HiddenStateExtension, call_with_watchdog, tail_of, vllm_request
+from lm.engine_loop import wait_watching
+from lm.vllm import HiddenStateExtension, tail_of, vllm_request
 from memory.trajectory import png_bytes
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
+
+# Seconds of a process that starts an engine in two more; each of them imports vLLM (28 s of a core where no bytecode is
+# stored). Less than pytest's limit, so that a failure shows what the process said.
+CHILD_S = 570
 
 
 def using_vllm(test: Any) -> Any:
@@ -111,7 +117,7 @@ def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> No
 def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(repository: Path) -> None:
     """In a separate process: vLLM's imports for speculation prevent a second engine in the same one (0.31)."""
     command = [sys.executable, "-m", "tests.vllm_engines", "speculating"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=CHILD_S)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     steps, tokens = map(int, said[-2].removeprefix("steps ").split(" tokens "))
@@ -303,6 +309,24 @@ def test_an_adapter_is_swapped_with_its_projector(tmp_path: Path) -> None:
 
 
 @using_vllm
+def test_requests_in_flight_are_answered_by_the_weights_that_they_began_with(tmp_path: Path) -> None:
+    long = Decoding(max_new_tokens=120)
+    first, second = (vllm_engines.trained(False, seed=seed, decoding=long) for seed in (1, 2))
+    ours = vllm_engines.served(first, tmp_path / "a")
+    vllm_engines.save_adapter(second, tmp_path / "b")
+    asked, begun = [tiny_models.request(i, image=False) for i in range(5)], threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        flying = thread.submit(ours.compile, asked, None, lambda i: begun.set() or True)
+        assert begun.wait(300)
+        ours.load_adapter(tmp_path / "b", 2, second.projector)
+        after = ours.compile(asked)
+        before = flying.result(300)
+    assert ({c.weight_version for c in before}, {c.weight_version for c in after}) == ({1}, {2})
+    assert_scored_alike(first, before)
+    assert_scored_alike(second, after)
+
+
+@using_vllm
 def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
     """vLLM serves the old weights from an overwritten folder, under the old name and number, and says nothing."""
     from vllm import SamplingParams
@@ -376,32 +400,27 @@ def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
 @using_vllm
 def test_an_engine_in_a_process_of_its_own_and_its_death(repository: Path) -> None:
     command = [sys.executable, "-m", "tests.vllm_engines"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=CHILD_S)
     said = [line for line in done.stdout.splitlines() if line.startswith(("alike", "refused"))]
     assert said[:1] == ["alike"], done.stderr[-3000:]
     assert len(said) == 3, said
 
 
-# -- calls of an engine, without one ----------------------------------------------------------------------------------
+# -- waiting for an engine, without one -------------------------------------------------------------------------------
 
 
-def client(dead: bool) -> Any:
-    """A stand-in for an engine in another process."""
-    return SimpleNamespace(
-        llm_engine=SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=dead)))
-    )
-
-
-def test_a_call_ends_with_its_engine() -> None:
-    never = threading.Event()
-    assert call_with_watchdog(client(False), lambda: 3) == 3
-    with pytest.raises(KeyError):
-        call_with_watchdog(client(False), lambda: {}["x"])
+def test_a_wait_ends_with_the_engine_s_process() -> None:
+    alive, dead, never = SimpleNamespace(engine_dead=False), SimpleNamespace(engine_dead=True), Future[int]()
+    done, failed = Future[int](), Future[int]()
+    done.set_result(3)
+    failed.set_exception(TimeoutError("its own"))
+    assert wait_watching(alive, done) == wait_watching(None, done) == 3
+    with pytest.raises(TimeoutError, match="its own"):
+        wait_watching(alive, failed)
     with pytest.raises(RuntimeError, match="process died"):
-        call_with_watchdog(client(True), never.wait)
+        wait_watching(dead, never)
     with pytest.raises(RuntimeError, match="did not answer within 0"):
-        call_with_watchdog(client(False), never.wait, timeout=0.0)
-    never.set()
+        wait_watching(alive, never, timeout=0.0)
 
 
 # -- the worker extension, without an engine --------------------------------------------------------------------------

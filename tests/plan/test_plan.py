@@ -318,7 +318,7 @@ NAMES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("reproduce/", "serve/proxy"))])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("reproduce/")])
 def test_every_shipped_configuration_can_be_planned(name: str):
     check_plans(load_any(name, []))
 
@@ -328,6 +328,13 @@ def test_every_shipped_configuration_can_be_planned(name: str):
 def test_every_kind_of_stage_of_a_chain_can_be_planned(name: str):
     for stage in {stage.kind: stage for stage in find_chain(name).stages()}.values():
         check_plans(stage.config)
+
+
+@pytest.mark.parametrize("setting", ["compiler.checkpoint=null", "compiler.engine=http compiler.url=http://a:1"])
+def test_a_proxy_that_loads_no_model_has_no_plan(setting: str):
+    config = load_any("serve/proxy", setting.split())
+    with pytest.raises(ConfigError, match="this proxy loads no model"):
+        plans(config, SHORT, H100, 1)
 
 
 def check_plans(config: Any) -> None:

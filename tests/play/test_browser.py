@@ -79,4 +79,6 @@ def test_hostile_text_is_shown_and_never_run(tmp_path: Path) -> None:
             page.wait("document.querySelectorAll('.lane .step').length === 2")
             assert HOSTILE.split(" ")[0] in page.run("document.querySelector('.lane .observation').textContent")
             assert page.run("document.querySelectorAll('#player script, #player img[src=x]').length") == 0
+        rate = "getComputedStyle(document.querySelector('#results svg.bar'))"
+        assert page.run(f"[{rate}.paddingLeft, {rate}.height]") == ["0px", "10px"]  # no rule of the player's reaches it
         assert page.problems == []

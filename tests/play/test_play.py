@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from data_gen.rows import load_rows
 from play.library import Library
 from play.record import open_record
 from play.stage import Stage
+from runtime.store import JsonLines
 from tests.eval.pages import Page
 
 pytest.importorskip("fastapi", reason="the page needs the extra serve")
@@ -36,7 +39,7 @@ def ask(stage: Stage, tmp_path: Path) -> Iterator[Ask]:
             assert answer.status_code == status, answer.text
             return answer.json()
 
-        asked.client = client  # type: ignore[attr-defined]
+        asked.client, asked.record = client, record  # type: ignore[attr-defined]
         yield asked
 
 
@@ -77,6 +80,10 @@ def test_what_the_visitor_decided_becomes_rows(ask: Ask, stage: Stage, tmp_path:
     assert ask(f"{game}/step", {"line": 0, "t": 1})["rows"] == 1
     assert ask(f"{game}/step", {"line": 0, "t": 2, "command": "help"})["rows"] == 2
     assert ask(f"{game}/step", {"line": 0, "t": 1, "command": "inventory"})["rows"] == 3  # on another line
+    kept = list(JsonLines(tmp_path / "out" / "steps.jsonl"))
+    assert [(row["at"], len(row["episode"]["steps"])) for row in kept] == [(0, 2), (2, 1), (0, 2)]  # a step each
+    shutil.copytree(tmp_path / "out", tmp_path / "killed")
+    ask(f"{game}/step", {"line": 0, "t": 3})  # the line's last step
     rows = load_rows(tmp_path / "out" / "rows")
     assert [(row.t, row.emission, row.action) for row in rows] == [
         (1, "> a \\| b | look", "look"),
@@ -86,8 +93,12 @@ def test_what_the_visitor_decided_becomes_rows(ask: Ask, stage: Stage, tmp_path:
     assert rows[0].history == ("inventory",) and rows[0].memory_texts and rows[0].environment == "household"
     assert check_rows(tmp_path / "out" / "rows", {row.task_id for row in rows}, allow=False) == []
     assert stage.envs is not None
-    with open_record(tmp_path / "out", stage.envs, {}) as again:  # after a kill
-        assert again.rows() == rows
+    left = (tmp_path / "killed" / "steps.jsonl").read_bytes()
+    for _ in range(2):  # killed before the record was published, then before steps.jsonl was removed
+        (tmp_path / "killed" / "steps.jsonl").write_bytes(left)
+        with open_record(tmp_path / "killed", stage.envs, {}) as again:
+            assert [replace(row, steps=4) for row in again.rows()[:2]] == rows[:2] and again.rows()[2] == rows[2]
+            assert again.number_of_rows == 3 and load_rows(tmp_path / "killed" / "rows") == again.rows()
 
 
 def test_an_edited_memory_is_what_the_compiler_reads_from_then_on(ask: Ask, reader: Any) -> None:
@@ -110,14 +121,15 @@ def test_a_recorded_episode_is_watched_and_played_on(ask: Ask, stage: Stage, tmp
     game, _ = opened(ask)
     for t, command in enumerate(("look", "help", "look")):
         ask(f"{game}/step", {"line": 0, "t": t, "command": command})
+    ask.record.publish()  # type: ignore[attr-defined]
     stage.library = Library([tmp_path / "out" / "episodes.jsonl"])
-    number = len(stage.library.episodes) - 1
+    [_], number = stage.library.episodes, 0
     watched = ask(f"/api/episodes/{number}")
     assert [step["action"] for step in watched["steps"]] == ["look", "help", "look"]
     asked = {"task": "", "delivery": "none", "episode": number, "t": 2}
     folder = TestClient(play_app(Stage(None, tmp_path, stage.library)), base_url="http://127.0.0.1")
     listed = folder.get("/api/state").json()
-    assert not listed["deliveries"] and not listed["tasks"][0]["playable"] and len(listed["tasks"][0]["recorded"]) > 1
+    assert not listed["deliveries"] and not listed["tasks"][0]["playable"] and len(listed["tasks"][0]["recorded"]) == 1
     assert "watched only" in folder.post("/api/games", json=asked).json()["error"]  # it names no models
     on = ask("/api/games", asked)
     assert commands(on) == ["look", "help", "look"] and on["view"]["delivery"] == "none"

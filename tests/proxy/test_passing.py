@@ -7,7 +7,7 @@ import gzip
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,7 +70,9 @@ REPLIES = {
 }
 
 
-def raw_post(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, list[tuple[str, str]], bytes]:
+def raw_post(
+    url: str, path: str, body: bytes, headers: Mapping[str, str | bytes]
+) -> tuple[int, list[tuple[str, str]], bytes]:
     """Post with these headers only; return status, headers that are not for the connection, and the bytes."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.request("POST", path, body, headers)
@@ -100,7 +102,8 @@ def test_with_memory_off_an_exchange_is_byte_for_byte_the_upstreams(
     upstream, url = pair
     if reply not in ("answer", "stream") and asked != "text":
         return
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer k", "X-Own": "é", "Accept-Encoding": "gzip"}
+    headers: dict[str, str | bytes] = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+    headers |= {"X-Own": "é".encode(), "Accept-Encoding": "gzip"}
     upstream.sent.clear()
     upstream.script += [REPLIES[reply], REPLIES[reply]]
     straight = raw_post(upstream.url, "/v1/chat/completions?a=1", ASKED[asked], headers)
@@ -211,3 +214,21 @@ def test_keys_come_from_the_environment_and_do_not_leak(tmp_path: Path) -> None:
             assert post("ours", "/v1/chat/completions").status_code == 200
         [sent] = upstream.sent
         assert sent.headers["authorization"] == "Bearer theirs" and b"ours" not in json.dumps(sent.headers).encode()
+
+
+def test_headers_that_are_not_utf8_and_socks_proxies_are_refused(
+    pair: tuple[ScriptedUpstream, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from configs.proxy import UpstreamConfig
+    from proxy.upstream import Upstream
+
+    upstream, url = pair
+    upstream.sent.clear()
+    status, _, content = raw_post(url, "/v1/chat/completions", ASKED["text"], NONE | {"X-Own": b"\xe9"})
+    assert status == 400 and b"x-own" in content and not upstream.sent
+    monkeypatch.setattr("proxy.upstream.getproxies", lambda: {"https": "socks5://me:secret@127.0.0.1:9"})
+    monkeypatch.setattr("proxy.upstream.proxy_bypass", lambda host: False)
+    with pytest.raises(ValueError, match=r"socks5 proxy for api\.test.*HTTP proxies only") as refused:
+        Upstream(UpstreamConfig(url="https://api.test/v1"))
+    assert "secret" not in str(refused.value)
+    Upstream(UpstreamConfig())  # this machine needs no proxy

@@ -3,6 +3,7 @@ other than in one process. Ray is a stand-in here; tests/commands/test_grpo_on_r
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.simulated_engine import SimulatedLLM, simulated_vllm
 from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
+from compiler.vllm import VllmCompiler
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import Placement
 from envs.spec import ExecutorInstructions
@@ -21,10 +24,19 @@ from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from runtime.cluster import ClusterError
 from runtime.ray_actors import ProcessPlace, loss_reason, torchrun_variables
+from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models
 from tests.fake_ray import FakeActor, FakeRay
 from training import ray_engines as engines
-from training.ray_engines import CompilerEngine, EnginePool, ExecutorEngine, RayCompiler, RayExecutor, WeightsError
+from training.ray_engines import (
+    CompilerEngine,
+    EnginePool,
+    ExecutorEngine,
+    PolicyWeights,
+    RayCompiler,
+    RayExecutor,
+    WeightsError,
+)
 from training.ray_trainer import cpus_per_process
 
 RAY = FakeRay()
@@ -165,6 +177,57 @@ def test_what_several_engines_draw_depends_on_their_number_alone(tmp_path, monke
         made.append(remote.compile(ASKED) + remote.compile(ASKED))
     assert_same(*made)
     assert remote.compile([]) == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_with_a_seed_for_each_request_draws_do_not_depend_on_the_engines(tmp_path, monkeypatch, number):
+    remote, here = client(*(FakeActor(lambda: engine(monkeypatch)) for _ in range(number))), moved(0.02)
+    give(remote, here, tmp_path / "a", 0)
+    seeds = [11, 12, 13, 14, 15]
+    made = remote.compile(ASKED, seeds)
+    for others in (here.compile(ASKED, seeds), [*made[:3], *remote.compile(ASKED[3:4], seeds[3:4]), made[4]]):
+        assert [c.emission_ids for c in others] == [c.emission_ids for c in made]
+        for one, other in zip(made, others, strict=True):  # sums of another batch differ in their last digits
+            torch.testing.assert_close(one.z, other.z, atol=1e-5, rtol=1e-5)
+
+
+def test_calls_go_to_the_engine_with_the_fewest():
+    one, two = FakeActor(Doubler), FakeActor(Doubler)
+    engines = pool(one, two)
+    engines._busy[0] = 3  # calls of other threads
+    assert engines.call_all("double", [(1,), (2,), (3,)]) == [2, 4, 6] and (one.requested, two.requested) == (0, 3)
+    assert engines._busy == {0: 3, 1: 0}
+
+
+def test_a_vllm_engine_answers_with_the_weights_that_each_of_two_trainers_names(tmp_path, monkeypatch):
+    """Trainers change to new weights at different moments; hidden states show which adapter wrote them."""
+    width, files = 8, {}
+    encoder = tiny_models.lm_backbone()
+    llm: Any = SimulatedLLM(lambda request: [20, encoder.end_id], width, step_s=0.001)
+    served = VllmCompiler(llm, encoder, identity(width), DRAWN)
+    monkeypatch.setattr(engines, "load_served_compiler", lambda *_: served)
+    monkeypatch.setattr(engines.checkpoint, "load_projector", lambda folder: identity(width))
+    with simulated_vllm():
+        held = CompilerEngine(CompilerConfig(engine="vllm"), 0, "", fetch=lambda version: files)
+        monkeypatch.setattr(engines, "_sha256", lambda folder: "hash")
+        weights = [PolicyWeights(version, "hash", version) for version in range(4)]
+        asked = lambda one: held.compile_by_seeds(ASKED[:1], [1], Decoding(max_new_tokens=4), one)[0]
+        with ThreadPoolExecutor(4) as threads:
+            made = list(threads.map(asked, [weights[i] for i in (0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 2, 3, 3)]))
+    by_version = {version: {float(c.mu.mean()) for c in made if c.weight_version == version} for version in range(4)}
+    assert [c.weight_version for c in made] == [0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 2, 3, 3]
+    assert len(llm.adapters) == 2
+    shown = [numbers for version in range(4) for numbers in by_version[version]]
+    assert len(shown) == len(set(shown))  # no adapter answered for two versions
+
+
+def identity(width: int) -> Projector:
+    """Create a projector whose mu is the hidden state."""
+    made = Projector(ProjectorConfig(width, width, 2, kind="linear", normalise=False))
+    with torch.no_grad():
+        made.linear.weight.copy_(torch.eye(width))
+        made.linear.bias.zero_()
+    return made
 
 
 def test_weights_that_are_not_what_they_are_called_are_refused_by_the_engine(tmp_path, monkeypatch):

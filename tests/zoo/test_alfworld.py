@@ -24,6 +24,7 @@ from envs.household.environment import HouseholdEnvironment
 from envs.household.observation_parser import parse_room
 from eval.runs import EPISODES
 from executor.prompt import DEFAULT_HISTORY, ExecutorRequest, MemoryBlock
+from lm.attention import SHARED
 from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from tests.commands.running import memcompiler
@@ -349,6 +350,7 @@ def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
     from zoo.stages import AnswerLoss
 
     model = build_induction_model(TOKENIZER, 3, gathers=LEXICON)
+    model.set_attn_implementation(SHARED)
     given = "first: a cabinet 1, and a bed 2.\nmemory:\nin FloorPlan1: put a mug in bed\n"
     deeds = [
         lessons.encode_step(

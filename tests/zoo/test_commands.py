@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent.command_teacher import CommandTeacher
+from agent.records import EpisodeContext
 from compiler.brief_state import BriefState
-from compiler.language import Emission, parse
+from compiler.language import Emission
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from envs.alfworld.export import export_split
@@ -17,6 +18,7 @@ from envs.household.command_reader import AlfworldReader
 from envs.household.environment import HouseholdEnvironment
 from lm.attention import SHARED
 from lm.backbone import Backbone, load_backbone
+from memory.entry import MemoryEntry, Provenance
 from zoo import stages
 from zoo.alfworld import commands
 from zoo.alfworld.command_gate import command_gates, judged, judged_silence
@@ -33,10 +35,10 @@ def tiny_model(tokenizer) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes))
 
 
-def played(goal: str, *views: str) -> list[commands.State]:
+def played(goal: str, *views: str, memory: tuple[MemoryEntry, ...] = ()) -> list[commands.State]:
     states, state, history = [], BriefState(goal), ()
     for view in views:
-        asked = CompileRequest(goal, (), state, view, history=history)
+        asked = CompileRequest(goal, memory, state, view, history=history)
         said = CommandTeacher(reader=AlfworldReader()).emission(asked)
         states.append(commands.State(asked, f"{said.guidance or '='}{len(states)}"))
         history += ("look",)
@@ -63,7 +65,7 @@ def test_known_tokens_keep_their_embeddings_and_new_ones_get_their_length():
 def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
     model, episodes = tiny_model(NEW), [STATES, played("in FloorPlan1: put a pan in shelf", "a", "You see a pan 1.")]
     batch = commands.EpisodeBatches(model, NEW, episodes, rows=2).draw(random.Random(1))
-    given = [row[mask == 1].tolist() for row, mask in zip(batch["given"], batch["given_mask"], strict=True)]
+    given = [row[:n].tolist() for row, n in zip(batch["given"], batch["given_lengths"], strict=True)]
     begun = [row for row, n in zip(given, batch["behind"].tolist(), strict=True) for _ in range(n)]
     join = lambda name, start: [[*start(row), *rest.tolist()] for row, rest in zip(begun, batch[name], strict=True)]
     whole = {
@@ -86,7 +88,7 @@ def test_shared_beginnings_give_the_loss_and_gradients_of_whole_rows(bf16):
 def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_labels():
     backbone = Backbone(tiny_model(NEW), NEW)
     batch = commands.EpisodeBatches(backbone.model, NEW, [STATES], rows=1).draw(random.Random(0))
-    begun = batch["given"][0][batch["given_mask"][0] == 1].tolist()
+    begun = batch["given"][0][: batch["given_lengths"][0]].tolist()
     expected = {
         NEW.decode(backbone.encode(compiler_parts(state.request, images=False)).ids).replace(
             "FloorPlan7", "SCENE"
@@ -117,11 +119,18 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
 
 
 def test_the_gates_count_commands_notes_citations_and_silence():
-    asked = [state.request for state in STATES]
-    right = [parse(state.emission).emission for state in STATES]
-    wrong = [Emission("go to bed 1", "in FloorPlan9 the mug was in bed 1"), *right[1:]]
-    of = lambda said: {r.name: (r.right, r.n) for r in judged("home", STATES, said)}
-    n = len(asked)
-    assert of(right)["home: right command"] == (n, n) and of(right)["home: whole emission"] == (n, n)
-    assert of(wrong)["home: right command"] == (n - 1, n) and of(wrong)["home: cites an entry that exists"] == (0, 1)
-    assert [(r.right, r.n) for r in judged_silence("empty", STATES, [Emission(), *right[1:]])] == [(1, n)]
+    did = ("go to shelf 1", "take mug 1 from shelf 1", "move mug 1 to cabinet 1")
+    known = MemoryEntry("", "", Provenance("", "FloorPlan2", "put a mug in cabinet", "train", True, did))
+    room = "Looking quickly around you, you see a cabinet 1, and a shelf 1."
+    views = ("You are in the middle of a room. " + room, "You arrive at shelf 1. On the shelf 1, you see a mug 2.")
+    asked = [state.request for state in played(GOAL, *views, memory=(known,))]
+    right = CommandTeacher(reader=AlfworldReader()).compile(asked, [EpisodeContext(None)] * 2)
+    states = [commands.State(request, said.text) for request, said in zip(asked, right, strict=True)]
+    said = [each.emission for each in right]
+    wrong = [Emission("go to bed 1", "in FloorPlan9 the mug was in bed 1"), said[1]]
+    of = lambda emissions: {r.name.removeprefix("home: "): (r.right, r.n) for r in judged("home", states, emissions)}
+    assert [each.guidance for each in said] == ["go to shelf 1", "take mug 2 from shelf 1"]
+    assert set(of(said).values()) == {(2, 2)}
+    counts = {"right command": (1, 2), "same notes": (1, 2), "cites an entry that exists": (1, 2)}
+    assert of(wrong) == counts | {"whole emission": (1, 2)}
+    assert [(r.right, r.n) for r in judged_silence("empty", states, [Emission(), said[1]])] == [(1, 2)]

@@ -44,7 +44,7 @@ EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
-RATE = 5e-4
+RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 STAGE = "commands"
 
@@ -54,7 +54,7 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    steps: int = 3000,
+    steps: int = 900,
     rows: int = 4,
     base: Path = BASE,
     rate: float = RATE,

@@ -144,9 +144,9 @@ def step_batch(
 
 
 def beginnings(begun: list[list[int]], behind: Sequence[int], pad_id: int) -> Batch:
-    """Pad shared beginnings, each of which so many rows continue, with their mask."""
-    mask = [[1] * len(row) for row in begun]
-    return {"given": pad(begun, pad_id), "given_mask": pad(mask, 0), "behind": torch.tensor(behind)}
+    """Pad shared beginnings; `behind` rows continue each."""
+    lengths = torch.tensor([len(row) for row in begun])
+    return {"given": pad(begun, pad_id), "given_lengths": lengths, "behind": torch.tensor(behind)}
 
 
 def _draw_command(step: EncodedStep, rng: random.Random, refused: int) -> tuple[Tokens, list[set[int]]]:
