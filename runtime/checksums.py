@@ -22,8 +22,8 @@ from runtime.parsing import parse_json
 
 SUMS = "SHA256SUMS"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without locks
-_LAST = re.compile(rb', "([^"]*)": "([^"]*)"\}\s*\Z')  # a row's last member
-_CRC_BYTES = 40  # more than a checksum and its line break take
+_CRC = re.compile(rb', "(.{5})": "(.{8})"\}', re.DOTALL)  # the end of a row: name and value of its last member
+_CRC_BYTES = 22  # of that end
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
@@ -34,25 +34,22 @@ class RecordError(ValueError):
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def with_crc(text: str) -> str:
-    """Add the checksum to a JSON object in ASCII; an empty one is returned as it is."""
-    if text == "{}":
-        return text
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text[:-1].encode("ascii")):08x}"}}'
+def row_line(text: str) -> bytes:
+    """Return the line that stores a JSON object in ASCII, with its checksum; an empty object has none."""
+    body = text[:-1].encode("ascii")
+    return b'%b, "crc32": "%08x"}\n' % (body, zlib.crc32(body)) if text != "{}" else b"{}\n"
 
 
 def parse_row(line: bytes | str) -> Any:
     """Parse a line of JSON Lines without its checksum. Raises: ValueError, for invalid JSON or another checksum."""
-    line = line.encode() if isinstance(line, str) else line
-    start = max(0, len(line) - _CRC_BYTES)
-    last = _LAST.search(line, start)
+    row = (line.encode() if isinstance(line, str) else line).rstrip()
+    body, last = row[:-_CRC_BYTES], _CRC.fullmatch(row[-_CRC_BYTES:])
     if last is None:
-        return parse_json(line)
-    body = line[: last.start()]
-    named, equal = last[1] == b"crc32", last[2] == f"{zlib.crc32(body):08x}".encode()
+        return parse_json(row)
+    named, equal = last[1] == b"crc32", last[2] == b"%08x" % zlib.crc32(body)
     if named != equal:  # the row, its checksum, or the checksum's name
         raise ValueError("its checksum is another one")
-    return parse_json(body + b"}" if named else line)
+    return parse_json(body + b"}" if named else row)
 
 
 # -- whole files ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.checksums import NO_LOCKS, RecordError, check_content, parse_row, record_content, with_crc
+from runtime.checksums import NO_LOCKS, RecordError, check_content, parse_row, record_content, row_line
 from runtime.parsing import parse_json
 
 TEMPORARY = ".tmp"  # suffix of unfinished files, whose names begin with a dot
@@ -45,7 +45,7 @@ class JsonLines:
 
     def append_unflushed(self, row: Mapping[str, object]) -> None:
         """Append a row that survives a kill of this process, but perhaps not a power loss."""
-        line = (with_crc(to_json(row, ascii=True)) + "\n").encode("ascii")
+        line = row_line(to_json(row, ascii=True))
         with name_path_in_errors(self.path), self.path.open("ab+") as file:
             end = file.tell()
             if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
@@ -54,7 +54,7 @@ class JsonLines:
 
     def append_lines(self, *texts: str) -> None:
         """Append JSON objects, as strict JSON without line breaks, durably."""
-        lines = "".join(with_crc(text) + "\n" for text in texts).encode("ascii")
+        lines = b"".join(map(row_line, texts))
         is_new = not self.path.exists()
         with name_path_in_errors(self.path):
             self.drop_torn_line()

@@ -31,7 +31,7 @@ from memory.journal import Journal, Row
 from memory.protocol import BankError, Record, Trace
 from memory.similarity import CachedEmbed
 from proxy.sessions import ProxyStep, SessionStore
-from runtime.checksums import SUMS, check_folder, parse_row, record_files, record_folder, sums, with_crc
+from runtime.checksums import SUMS, check_folder, parse_row, record_files, record_folder, row_line, sums
 from runtime.store import JsonLines, RecordError, atomic_file, read_json, write_recorded
 from tests.fakes import one_step_episode
 from tests.training.sft_trainers import ROWS, trainer
@@ -178,7 +178,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_every_single_bit_of_a_row_is_covered() -> None:
     row = {"task": "put a mug", "n": [1, 2.5, None], "ok": True}
-    line = with_crc(json.dumps(row)).encode() + b"\n"
+    line = row_line(json.dumps(row))
     assert parse_row(line) == row == parse_row(json.dumps(row).encode())  # a row without a checksum is read
     for at in range(len(line) - 1):
         for bit in range(8):
