@@ -18,6 +18,7 @@ PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "trl": "Compare a training step with TRL's on the same rows.",
     "serving": "Measure serving: deliveries, compile speed, load.",
     "chaos": "Kill commands at random moments and compare what they end with.",
+    "soak": "Play many episodes in workers that crash, hang and answer garbage.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }
 
