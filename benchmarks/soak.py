@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
+from benchmarks.sizes import HEADS, Sizes, process_sizes
 from benchmarks.unsteady import FAULTS
 from envs.pool import EnvironmentPool
 from envs.spec import PoolLimits, WorkerSpec
@@ -40,7 +39,6 @@ SIGNS = {  # fault -> what the pool says of it
 }
 STEPS, ROUNDS = 4, 20  # of an episode; of a run
 PATIENCE_S = 10.0  # for a step and for a heartbeat: longer than a busy machine delays them
-GROWTH_MIB, GROWTH = 64.0, 10  # memory, and handles or threads, that a process may gain after the first round
 
 
 class FirstCommand:
@@ -51,55 +49,6 @@ class FirstCommand:
 
     def act(self, requests: Sequence[Any]) -> list[Action]:
         return [Action(request.admissible[0], Grounding.CHOICE, "", (), 0, 0) for request in requests]
-
-
-@dataclass
-class Sizes:
-    """Sizes of one process, or of the largest of several, after each round."""
-
-    episodes: list[int] = field(default_factory=list)  # so far
-    mib: list[float] = field(default_factory=list)  # resident memory
-    handles: list[int] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
-
-    def measure(self, episodes: int, pids: Iterable[int]) -> None:
-        found = [sizes for pid in pids if (sizes := process_sizes(pid)) is not None]
-        if found:
-            mib, handles, threads = (max(column) for column in zip(*found, strict=True))
-            self.episodes.append(episodes)
-            self.mib.append(mib)
-            self.handles.append(int(handles))
-            self.threads.append(int(threads))
-
-    @property
-    def slope(self) -> float:
-        """KiB of memory per 1,000 episodes after the first round, as the least-squares line has it."""
-        x, y = np.array(self.episodes[1:], float), np.array(self.mib[1:])
-        return float(np.polyfit(x, y, 1)[0] * 1024 * 1000) if len(x) > 1 else 0.0
-
-    @property
-    def has_grown(self) -> bool:
-        return (
-            self.mib[-1] - self.mib[0] > GROWTH_MIB
-            or self.handles[-1] - self.handles[0] > GROWTH
-            or self.threads[-1] - self.threads[0] > GROWTH
-        )
-
-    def row(self, name: str) -> list[str]:
-        memory = [self.mib[0], self.mib[-1], max(self.mib)]
-        rest = [f"{self.handles[0]}, {max(self.handles)}", f"{self.threads[0]}, {max(self.threads)}"]
-        return [name, *(f"{value:.1f}" for value in memory), f"{self.slope:.1f}", *rest]
-
-
-def process_sizes(pid: int) -> tuple[float, int, int] | None:
-    """Return resident MiB, open file handles and threads of a process; None if it has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        resident, threads = (re.search(rf"^{name}:\s+(\d+)", status, re.M) for name in ("VmRSS", "Threads"))
-        handles = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return None
-    return (int(resident[1]) / 1024, handles, int(threads[1])) if resident and threads else None
 
 
 @dataclass
@@ -171,8 +120,8 @@ def main(
     """Play episodes in workers that crash, stop, hang and answer garbage, and report what became of them."""
     with tempfile.TemporaryDirectory(prefix="memcompiler-soak-") as folder:
         result = soak(episodes, workers, faults, Path(folder) / "faults")
-    heads = ["process", "MiB, first", "last", "maximum", "KiB per 1,000 episodes", "handles, max", "threads, max"]
-    typer.echo("\n".join(markdown_table(heads, [result.parent.row("parent"), result.workers.row("largest worker")])))
+    sizes = [result.parent.row("parent"), result.workers.row("largest worker")]
+    typer.echo("\n".join(markdown_table(HEADS, sizes)))
     for reason in sorted(set(result.wrong))[:10]:
         typer.echo(f"  wrong: {reason}")
     named = ", ".join(f"{result.faults[name]} {name}" for name in FAULTS)

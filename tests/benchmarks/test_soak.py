@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak as module
-from benchmarks.soak import Sizes, SoakResult, process_sizes, soak
+from benchmarks.sizes import Sizes, process_sizes
+from benchmarks.soak import SoakResult, soak
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see memory and processes")
 
