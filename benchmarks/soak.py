@@ -1,6 +1,6 @@
 """Play many episodes in worker processes that crash, stop, hang and answer garbage (Linux).
 
-    python -m benchmarks.soak [--episodes 100000] [--faults 0.01] [--workers 4]
+    memcompiler bench soak [--episodes 100000] [--faults 0.01] [--workers 4]
 
 Counts what became of every episode: each is played once, and fails exactly if its worker misbehaved. Reports memory,
 file handles and threads of this process and of its workers. Exit status 1 if an episode is lost or fails for another

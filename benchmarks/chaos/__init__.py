@@ -1,6 +1,6 @@
 """Kill commands and servers with SIGKILL at random moments, and compare what they end with to an undisturbed run.
 
-    python -m benchmarks.chaos [--kills 100] [--seed 0] [--stage collect ...] [--out FOLDER]
+    memcompiler bench chaos [--kills 100] [--seed 0] [--stage collect ...] [--out FOLDER]
 
 Everything is small (generated homes, the shipped tiny models) and on this machine. Every stage runs once undisturbed.
 Then the stages take turns: a command is killed one to three times, each time at a moment drawn from the undisturbed
