@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.chaos.facts import Facts
 from benchmarks.chaos.stages import STAGES, Stage
-from runtime.http import LOOPBACK, free_port, http_url
+from runtime.http import LOOPBACK, free_port, http_url, responds
 
 app = typer.Typer()
 MOST_PER_RUN = 3  # kills of one run
@@ -76,10 +76,10 @@ class Run:
         self.command = [*stage.command(whole), *(["--out", str(out)] if stage.has_folder else [])]
         self.seconds = 0.0  # that its end took
         if stage.use is not None:
-            port = free_port()
+            self._url = http_url(LOOPBACK, port := free_port())
             self.command += ["--port", str(port)]
             threads = ThreadPoolExecutor(1)
-            self._answers: Future[Facts] = threads.submit(stage.use, http_url(LOOPBACK, port))
+            self._answers: Future[Facts] = threads.submit(stage.use, self._url)
             threads.shutdown(wait=False)
 
     def kill_after(self, moment_s: float) -> bool:
@@ -106,11 +106,16 @@ class Run:
         return answers | self.stage.facts(self.out)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process; a command's folder then exists: before that there is nothing to disturb."""
+        """Start the process; wait for a command's folder, or until a server is ready: before, nothing is disturbed."""
         process = start(self.command, self.log)
-        while self.stage.use is None and not self.out.exists() and process.poll() is None:
+        while not self._has_begun() and process.poll() is None:
             time.sleep(0.01)
         return process
+
+    def _has_begun(self) -> bool:
+        if self.stage.use is None:
+            return self.out.exists()
+        return self._answers.done() or responds(f"{self._url}/ready")
 
     def _has_ended(self, process: subprocess.Popen[bytes], limit_s: float) -> bool:
         """Wait for a command, or for the clients of a server; return whether that ended in time."""

@@ -51,6 +51,10 @@ out.mkdir(exist_ok=True)
 asked = set()
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
     def do_POST(self):
         name = self.rfile.read(int(self.headers["Content-Length"])).decode()
         if how == "resume":

@@ -29,12 +29,20 @@ def test_losses_are_compared_at_equal_steps(tmp_path: Path) -> None:
 
 
 def test_the_farthest_ratio_is_found(tmp_path: Path) -> None:
-    fine = metrics(tmp_path / "fine", {"update": 1, "ratio_text": 1.0, "ratio_latent": 1.001, "mismatch_kl": 1e-9})
+    fine = metrics(
+        tmp_path / "fine", {"update": 1, "reward": 0.5, "ratio_text": 1.0, "ratio_latent": 1.001, "mismatch_kl": 1e-9}
+    )
     off = metrics(
         tmp_path / "off",
-        {"update": 1, "ratio_text": 0.875, "ratio_latent": 0.0, "mismatch_kl": 0.25},  # no soft token was read
-        {"update": 2, "ratio_text": 1.0, "ratio_latent": 0.0},
-        {"update": 3, "samples": 0.0, "skipped": 1.0},
+        {
+            "update": 1,
+            "reward": 0.5,
+            "ratio_text": 0.875,
+            "ratio_latent": 0.0,
+            "mismatch_kl": 0.25,
+        },  # no soft token was read
+        {"update": 2, "reward": 0.5, "ratio_text": 1.0, "ratio_latent": 0.0},
+        {"update": 3, "reward": 0.0, "skipped": 1.0},
     )
     lines, farthest = ratios({"fine": fine, "off": off})
     assert farthest == pytest.approx(0.125)

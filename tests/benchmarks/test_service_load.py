@@ -87,7 +87,7 @@ def test_another_answer_to_the_same_request_is_counted() -> None:
     slow, texts = Slow(), iter(["go on", "go back"] * 50)
     compile = slow.compile
 
-    def another(requests, **_):
+    def another(requests, *_):
         return [replace(each, text=next(texts)) for each in compile(requests)]
 
     slow.compile = another
