@@ -32,7 +32,7 @@ def test_the_farthest_ratio_is_found(tmp_path: Path) -> None:
     fine = metrics(
         tmp_path / "fine", {"update": 1, "reward": 0.5, "ratio_text": 1.0, "ratio_latent": 1.001, "mismatch_kl": 1e-9}
     )
-    off = metrics(
+    off = metrics(  # no soft token was read
         tmp_path / "off",
         {
             "update": 1,

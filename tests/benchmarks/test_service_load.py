@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the service needs the extra serve")
 
 from benchmarks.serving import bad_clients
+from benchmarks.serving import load as module
 from benchmarks.serving.bad_clients import BadClients
 from benchmarks.serving.load import MODEL, STEPS, LoadResult, load, table, told
 from benchmarks.serving.scripted import Script, ScriptedStep
@@ -79,21 +81,22 @@ def test_clients_are_answered_beside_bad_ones(monkeypatch: pytest.MonkeyPatch) -
         result = asyncio.run(load(url, script(), 2, 1.5, bad, os.getpid()))
     assert len(result.latencies) >= 2 and not result.lost and not bad.lost and not result.different
     assert bad.did["slow requests answered"] >= 2 and bad.did["half-open connections"] == 2
-    assert bad.did["cancelled requests"] > 2 and len(result.sizes.mib) == 2
+    assert bad.did["cancelled requests"] > 2 and result.sizes.mib
     assert len(told([result], bad)) == 5 and told([LoadResult(1)], BadClients()) == []
 
 
-def test_another_answer_to_the_same_request_is_counted() -> None:
-    slow, texts = Slow(), iter(["go on", "go back"] * 50)
+def test_another_answer_to_the_same_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 2)
+    slow, number = Slow(), itertools.count()
     compile = slow.compile
 
     def another(requests, *_):
-        return [replace(each, text=next(texts)) for each in compile(requests)]
+        return [replace(each, text=f"go to shelf {next(number)}") for each in compile(requests)]
 
     slow.compile = another
     with listening(slow) as (url, _):
         result = asyncio.run(load(url, Script(MODEL, MODEL, 40, RECORD), 1, 1.5))
-    assert 0 < result.different < len(result.latencies) and not result.lost
+    assert result.different == len(result.latencies) - 2 > 0 and not result.lost
 
 
 def test_requests_are_those_of_an_episode() -> None:
