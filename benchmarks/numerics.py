@@ -94,9 +94,12 @@ def main(
             for name, settings in PRECISIONS.items()
         }
         typer.echo("\n".join(drift(sft)) + "\n")
-        start = (f"compiler.checkpoint={sft['fp32']}", HOMES, f"updates={updates}", "tasks=4", "group_size=4")
+        start = ("train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={sft['fp32']}", HOMES)
+        small = (f"updates={updates}", "tasks=2", "group_size=4", "max_steps=4")
         grpo = {
-            name: run(at / f"grpo-{number}", "train", "grpo", "-c", "grpo/quickstart", *start, *settings)
+            name: run(
+                at / f"grpo-{number}", "train", "grpo", "-c", "grpo/quickstart", *start, "group_size=4", *settings
+            )
             for number, (name, settings) in enumerate(ENGINES.items())
         }
         lines, farthest = ratios(grpo)

@@ -9,7 +9,7 @@ from memory.bank_table import TABLE
 from memory.protocol import BankError
 from runtime.checksums import SUMS, RecordError, check_file, parse_sums, record_files
 
-_PARTS = {f"{TABLE}.lance/data": ".lance", f"{TABLE}.lance/_versions": ".manifest"}  # folder -> suffix
+DATA, VERSIONS = f"{TABLE}.lance/data", f"{TABLE}.lance/_versions"
 
 
 class BankFiles:
@@ -36,10 +36,15 @@ class BankFiles:
             ) from error
 
     def record(self) -> None:
-        """Add the checksums of new files."""
-        new = [name for name in self._files() if name not in self._known]
-        record_files(self.path, new)
-        self._known.update(new)
+        """Add the checksums of new versions, and of the files of data that these name.
+
+        Other files of data may be ones that another process is writing, or of a write that it gave up.
+        """
+        versions = self._new(VERSIONS, ".manifest")
+        named = b"".join((self.path / name).read_bytes() for name in versions)
+        data = [name for name in self._new(DATA, ".lance") if Path(name).name.encode() in named]
+        record_files(self.path, [*data, *versions])
+        self._known.update(data, versions)
 
     def _added(self) -> bytes:
         """Read the complete lines that were added to SHA256SUMS."""
@@ -47,14 +52,10 @@ class BankFiles:
             with (self.path / SUMS).open("rb") as file:
                 file.seek(self._read)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # no bank
             return b""
         return data[: data.rfind(b"\n") + 1]
 
-    def _files(self) -> list[str]:
-        return [
-            f"{part}/{name}"
-            for part, suffix in _PARTS.items()
-            for name in sorted(os.listdir(self.path / part))
-            if name.endswith(suffix)
-        ]
+    def _new(self, folder: str, suffix: str) -> list[str]:
+        found = (f"{folder}/{name}" for name in sorted(os.listdir(self.path / folder)) if name.endswith(suffix))
+        return [name for name in found if name not in self._known]

@@ -156,10 +156,10 @@ def _append(folder: Path, lines: Sequence[str]) -> None:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        file.seek(0)
-        known = file.read()
-        if not known.endswith(b"\n"):
-            file.truncate(known.rfind(b"\n") + 1)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
