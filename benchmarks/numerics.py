@@ -97,9 +97,7 @@ def main(
         start = ("train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={sft['fp32']}", HOMES)
         small = (f"updates={updates}", "tasks=2", "group_size=4", "max_steps=4")
         grpo = {
-            name: run(
-                at / f"grpo-{number}", "train", "grpo", "-c", "grpo/quickstart", *start, "group_size=4", *settings
-            )
+            name: run(at / f"grpo-{number}", *start, *small, *settings)
             for number, (name, settings) in enumerate(ENGINES.items())
         }
         lines, farthest = ratios(grpo)
