@@ -19,7 +19,7 @@ PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "serving": "Measure serving: deliveries, compile speed, load.",
     "chaos": "Kill commands at random moments and compare what they end with.",
     "soak": "Play many episodes in workers that crash, hang and answer garbage.",
-    "numerics": "Compare training in bfloat16 with float32.",
+    "numerics": "Compare the losses of SFT in bfloat16 with float32.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }
 
