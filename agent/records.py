@@ -10,15 +10,10 @@ Tensors (soft tokens, their Gaussian, log-probabilities) stay on the `StepRecord
 from __future__ import annotations
 
 import base64
-import binascii
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image as Images
-from PIL import UnidentifiedImageError
 
 from compiler.brief_state import BriefState, render_brief_state
 from compiler.language import Emission
@@ -28,8 +23,10 @@ from executor.prompt import ExecutorRequest, MemoryBlock, Turn, executor_text, m
 from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import EntryStore, Recall, Record
 from memory.trajectory import png_bytes
+from runtime.checksums import parse_row
 from runtime.errors import StopReason, first_failure
-from runtime.parsing import check_types, parse_json
+from runtime.parsing import check_types
+from runtime.pictures import open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -339,7 +336,7 @@ def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
             if not line.strip():
                 continue
             try:
-                yield episode_from_json(parse_json(line), images)
+                yield episode_from_json(parse_row(line), images)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
@@ -354,8 +351,6 @@ def _picture(data: str | None) -> Image | None:
     if data is None:
         return None
     try:
-        picture = Images.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=["PNG"])
-        picture.load()
-    except (binascii.Error, UnidentifiedImageError, Images.DecompressionBombError, OSError, SyntaxError) as error:
+        return open_picture(base64.b64decode(data, validate=True))
+    except ValueError as error:  # binascii.Error is one
         raise ValueError(f"a picture is not base64 PNG: {error}") from error
-    return picture

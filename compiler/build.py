@@ -54,6 +54,8 @@ def load_compiler(
 
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
     merged = found is not None and checkpoint.is_merged(found)
+    if found is not None and merged:
+        checkpoint.check_files(found)  # the others are checked where they are read
     torch.manual_seed(seed)  # for the initialisation of LoRA and projector
     backbone = load_configured_backbone(config, found if merged else None, weights)
     if found:
@@ -99,6 +101,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: In
     if config.checkpoint is None:
         raise ConfigError("a compiler in vLLM must be trained: set compiler.checkpoint")
     found = checkpoint.find(Path(config.checkpoint))
+    checkpoint.check_files(found)
     merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
     lora = None if merged else _adapter(config, found)
     name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)

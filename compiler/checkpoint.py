@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from configs.models import model_path
-from runtime.store import RecordError, read_json
+from runtime.checksums import RecordError, check_folder
+from runtime.store import read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
 if TYPE_CHECKING:  # finding a checkpoint must not import transformers and PEFT
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # finding a checkpoint must not import transformers and PEFT
 
 HUB = "hub:"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")  # no pickle, no code
+PROJECTOR_FILE, ADAPTER_CONFIG = "projector.safetensors", "adapter/adapter_config.json"
+ADAPTER_WEIGHTS = "adapter/adapter_model.safetensors"
 PREFIX = "step-"
 BEST = "best"  # symbolic link to the checkpoint with the lowest validation loss, in runs with validation
 POLICY, PROJECTOR = "policy.", "projector."  # prefixes of the compiler's parameter names
@@ -99,6 +102,14 @@ def find(path: str | Path) -> Path:
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
 
 
+def check_files(folder: Path) -> None:
+    """Compare all files of a checkpoint with their checksums. Raises: CheckpointError, which names the file."""
+    try:
+        check_folder(folder)
+    except (OSError, RecordError) as error:
+        raise CheckpointError(f"no readable checkpoint in {folder}: {error}") from error
+
+
 def is_merged(folder: Path) -> bool:
     """Return whether a checkpoint is a whole model with its projector."""
     return (folder / "config.json").is_file()
@@ -162,22 +173,35 @@ def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
 
 def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
     """Write adapter and projector of an unsharded compiler into a folder, without a state of training."""
-    compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
+    save_adapter(folder, compiler)
     save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
     (folder / "state.json").write_text("{}")
 
 
+def save_adapter(folder: Path, compiler: MemoryCompiler, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter, by default with its own weights; equal adapters give equal bytes."""
+    compiler.policy.save_pretrained(
+        folder / "adapter", state_dict=weights, safe_serialization=True, save_embedding_layers=False
+    )
+    settings = read_json(folder / ADAPTER_CONFIG)
+    for name in ("target_modules", "exclude_modules"):  # sets in PEFT, whose order differs between processes
+        if isinstance(settings.get(name), list):
+            settings[name] = sorted(settings[name])
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
 def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:
     """Write a projector's weights and configuration."""
-    save_file({name: w.contiguous() for name, w in weights.items()}, folder / "projector.safetensors")
+    save_file({name: w.contiguous() for name, w in weights.items()}, folder / PROJECTOR_FILE)
     (folder / "projector.json").write_text(json.dumps(asdict(config), indent=1))
 
 
 def load_projector(folder: Path) -> Projector:
     """Load a checkpoint's projector. Raises: CheckpointError."""
     try:
+        check_folder(folder, PROJECTOR_FILE)
         projector = Projector(ProjectorConfig(**read_json(folder / "projector.json")))
-        projector.load_state_dict(load_file(folder / "projector.safetensors"))
+        projector.load_state_dict(load_file(folder / PROJECTOR_FILE))
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"no readable projector in {folder}: {error}") from error
     return projector
@@ -187,8 +211,9 @@ def lora_config(folder: Path) -> LoraConfig:
     """Read the adapter's configuration, ready for training. Raises: CheckpointError."""
     from peft import LoraConfig
 
-    path = folder / "adapter" / "adapter_config.json"
+    path = folder / ADAPTER_CONFIG
     try:
+        check_folder(folder, ADAPTER_CONFIG)
         settings = read_json(path)
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
@@ -218,8 +243,9 @@ def copy_weights(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> Non
 def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read weights by parameter name, and the state of training. Raises: as `load`."""
     try:
-        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
+        check_folder(folder, ADAPTER_WEIGHTS)
+        adapter = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, RecordError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
     state = read_state(folder)
     _check_scaling(folder, compiler)

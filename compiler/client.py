@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
@@ -27,8 +25,8 @@ from configs.models import COMPILER_KEY
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from runtime.http import RemoteError, RemoteServer
+from runtime.pictures import open_picture
 
-MAX_PIXELS = 1 << 24  # of one picture: a small file may decompress to gigabytes
 # The compiler does not read an entry's provenance.
 _NO_PROVENANCE = Provenance(task_id="", scene="", goal="", split="", success=False)
 
@@ -50,13 +48,7 @@ def _png(text: str) -> str:
         data = base64.b64decode(text, validate=True)
     except binascii.Error:
         raise ValueError("not base64") from None
-    try:
-        image = _image(data)  # reads the header only
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError
-        image.load()
-    except Exception:  # decoders raise many types for broken files
-        raise ValueError(f"not a PNG of 1 to {MAX_PIXELS:,} pixels that can be decoded") from None
+    open_picture(data)
     return text
 
 
@@ -148,7 +140,7 @@ class CompileBody(Body):
             for entry in self.memory
         )
         state = None if self.state is None else parse_brief_state(self.state)
-        image = None if self.image is None else _image(base64.b64decode(self.image))
+        image = None if self.image is None else open_picture(base64.b64decode(self.image))
         return CompileRequest(
             goal=self.goal,
             memory=memory,
@@ -253,10 +245,6 @@ class CompileReply(Body):
             tokens_cached=self.cached_tokens,
             weight_version=self.weight_version,
         )
-
-
-def _image(data: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(data), formats=["PNG"])
 
 
 def _base64(data: bytes) -> str:

@@ -5,7 +5,6 @@ The user turn is a list of texts and pictures.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -17,6 +16,7 @@ from compiler.records import CompileRequest, History
 from lm.prompt import PromptPart, merge_text_parts
 from memory.entry import MemoryEntry
 from runtime.parsing import without_newlines
+from runtime.pictures import open_picture
 
 # The system turn: one for every environment, or by environment's name for a run that has several.
 Instructions: TypeAlias = str | Mapping[str, str]
@@ -81,7 +81,7 @@ def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[PromptPart]:
 
 def pictures_of(entries: Sequence[MemoryEntry]) -> list[Image.Image]:
     """Return the pictures of M in the order of the prompt."""
-    return [Image.open(io.BytesIO(png)).convert("RGB") for entry in entries for png in entry.images]
+    return [open_picture(png).convert("RGB") for entry in entries for png in entry.images]
 
 
 def state_text(request: CompileRequest, history: History = 0) -> str:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from envs.registry import DEFAULT, known
+from runtime.checksums import RecordError, check_content
 from runtime.settings import did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent
@@ -115,12 +116,16 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Read a YAML file as plain data, with unresolved references. Raises: ConfigError, with the line."""
+    """Read a YAML file as plain data, with unresolved references. Raises: ConfigError, with the line, or for another
+    checksum than its folder records."""
     try:
-        loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(path.read_bytes()))))
+        check_content(path, raw := path.read_bytes())
+        loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(raw))))
         data = OmegaConf.to_container(loaded, resolve=False)
     except OSError as error:  # OmegaConf raises one without strerror for a bare number
         raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None
+    except RecordError as error:
+        raise ConfigError(str(error)) from None
     except _PARSE_ERRORS as error:
         raise ConfigError(f"{path}{_yaml_error(error)}") from None
     if not isinstance(data, dict):

@@ -3,6 +3,7 @@
     config.resolved.yaml   every setting, with defaults
     environment.json       kind of run, code, packages, device, and facts that the caller records (data, versions)
     metrics.jsonl          one row per line, on disk when `append` returns
+    SHA256SUMS             checksums of its whole files (`runtime.checksums`)
     checkpoints/
 
 Results, episodes and the report are written beside these. One process (rank 0) writes a run folder and holds its lock
@@ -30,9 +31,10 @@ from pydantic import BaseModel
 from configs.load import read_yaml, to_yaml
 from envs import registry
 from envs.spec import package_versions
+from runtime.checksums import SUMS
 from runtime.lock import LOCK, FolderLock
 from runtime.startup import home
-from runtime.store import TEMPORARY, JsonLines, read_json, to_json, write_atomically
+from runtime.store import TEMPORARY, JsonLines, read_json, to_json, write_recorded
 
 ON_EXISTS = ("resume", "raise", "overwrite")
 
@@ -88,6 +90,7 @@ WRITES = {
         "rows/*.arrow",
         "rows/*.json",
         "rows/README.md",
+        f"rows/{SUMS}",
         "bank",
         *_LEARNED,
     ),
@@ -156,11 +159,11 @@ class RunFolder:
             changed = {name: value for name, value in facts.items() if start.get(name) != value}
             facts = {"kind": kind, **start, "resumed": [*start.get("resumed", []), changed]}
         elif how == "overwrite":
-            write_atomically(folder / ENVIRONMENT, to_json({"kind": kind, "overwriting": True}))
+            write_recorded(folder / ENVIRONMENT, to_json({"kind": kind, "overwriting": True}))
             _delete_run(folder, kind)
-        write_atomically(folder / ENVIRONMENT, to_json(facts, indent=2))
+        write_recorded(folder / ENVIRONMENT, to_json(facts, indent=2))
         if how != "resume":
-            write_atomically(folder / CONFIG, to_yaml(config))
+            write_recorded(folder / CONFIG, to_yaml(config))
         (folder / "checkpoints").mkdir(exist_ok=True)
         return run
 
@@ -188,7 +191,7 @@ class RunFolder:
             elif known[name] != value:
                 sessions[-1][name] = value
                 changed.append(name)
-        write_atomically(self.path / ENVIRONMENT, to_json(known, indent=2))
+        write_recorded(self.path / ENVIRONMENT, to_json(known, indent=2))
         return changed
 
     def lines(self, name: str) -> JsonLines:
@@ -201,7 +204,7 @@ class RunFolder:
         if not path.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{name!r} is not inside the run folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(value, indent=2))
+        write_recorded(path, to_json(value, indent=2))
         return path
 
 
@@ -248,7 +251,7 @@ def _is_leftover(path: Path) -> bool:
     """Return whether a file is what a killed command leaves in a new folder."""
     if path.name == ENVIRONMENT:
         return "kind" in _read_environment(path.parent)
-    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
+    return path.name in (LOCK, SUMS) or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 def describe_run(folder: Path) -> str:
@@ -359,7 +362,8 @@ def flatten(tree: object, prefix: str = "") -> dict[str, object]:
 
 def _delete_run(folder: Path, kind: str) -> None:
     """Delete the files of this kind of run (`WRITES`), and its folders if they are empty."""
-    for path in [path for pattern in WRITES.get(kind, (METRICS, "results.json")) for path in folder.glob(pattern)]:
+    patterns = (SUMS, *WRITES.get(kind, (METRICS, "results.json")))
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 from torch.utils.data import Dataset as Stored
 
 from agent.records import Episode, StepInput
@@ -25,6 +23,8 @@ from executor.prompt import MemoryBlock, Turn, memory_text
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import EntryStore
 from memory.trajectory import goal_with_scene, png_bytes
+from runtime.checksums import SUMS, check_folder, record_folder
+from runtime.pictures import open_picture
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,7 +80,7 @@ class SftRow:
         images = self.memory_images or ((),) * len(self.memory_ids)
         entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
         memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
-        image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
+        image = open_picture(self.image).convert("RGB") if self.image else None
         blank = ("",) * len(self.history)
         guided = zip(self.guidances or blank, self.reasons or blank, strict=True)
         past = zip(self.views or blank, self.history, guided, strict=True)
@@ -199,10 +199,12 @@ def rows_to_dataset(rows: Sequence[SftRow]) -> Dataset:
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
-    """Save rows in a folder. Raises: ValueError, if there are none."""
+    """Save rows with their checksums in a folder. Raises: ValueError, if there are none."""
     if not rows:
         raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters dropped all rows")
+    (folder / SUMS).unlink(missing_ok=True)  # of rows that a killed process left
     rows_to_dataset(rows).save_to_disk(str(folder))
+    record_folder(folder)
 
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -279,6 +281,7 @@ def _open_dataset(folder: Path, without: Collection[str] = ()) -> Dataset:
     from datasets import Dataset
 
     try:
+        check_folder(folder)
         dataset = Dataset.load_from_disk(str(folder))
         dataset.data.table.validate(full=True)  # reading damaged Arrow data crashes the process
     except Exception as error:  # libraries raise various errors on damaged files

@@ -9,7 +9,6 @@ episode gets an `EnvironmentFailure` with the reason; the next lease gets a new 
 Workers end with the parent: on `close`, garbage collection or exit, and on Linux even if the parent is killed.
 """
 
-import io
 import os
 import threading
 import weakref
@@ -30,6 +29,7 @@ from envs.base import (
 from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import task_to_json
 from envs.worker_process import HostedError, Worker, WorkerFailure, end_workers
+from runtime.pictures import open_picture
 
 T = TypeVar("T")
 
@@ -265,12 +265,9 @@ class Lease:
 
 
 def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
-    from PIL import Image
-
     picture, commands = None, value["admissible"]
     if value["image"]:
-        with Image.open(io.BytesIO(blobs[0]), formats=["PNG"]) as image:
-            picture = image.copy()
+        picture = open_picture(blobs[0])
     return Observation(value["text"], picture, None if commands is None else tuple(commands))
 
 

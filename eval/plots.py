@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.metrics import display_name, grouped, groups_of, is_control, ordered, split_name, success_curve
-from runtime.parsing import parse_json
+from runtime.checksums import parse_row
 
 SFT_PANELS: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's Eq. 9
     "loss": "total loss",
@@ -125,11 +125,11 @@ def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Read the metrics of a training run by step (SFT) or update (GRPO). Of repeated rows (after a resume) the last one
-    counts; torn and unrelated lines are skipped."""
+    counts; damaged and unrelated lines are skipped."""
     rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
-            row = parse_json(line)
+            row = parse_row(line)
             numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
             step = int(numbers.get("step", numbers.get("update", len(rows))))
         except (ValueError, OverflowError, AttributeError):

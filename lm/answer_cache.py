@@ -7,6 +7,7 @@ requests or keys.
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ CREATE TABLE IF NOT EXISTS answers (
     truncated INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS vectors (request TEXT PRIMARY KEY, vector BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS checksums (entry TEXT PRIMARY KEY, crc INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS totals (
     model TEXT, role TEXT, outcome TEXT, n INTEGER NOT NULL, tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL,
     PRIMARY KEY (model, role, outcome)
@@ -72,8 +74,16 @@ class AnswerCache:
 
     def answer(self, key: str) -> Answer | None:
         """Return the cached answer to a request; None if there is none."""
-        rows = self._rows("SELECT text, tokens_in, tokens_out, truncated FROM answers WHERE request = ?", key)
-        return next((Answer(text, read, written, bool(cut)) for text, read, written, cut in rows), None)
+        rows = self._rows(
+            "SELECT text, tokens_in, tokens_out, truncated, crc FROM answers "
+            "LEFT JOIN checksums ON entry = 'answer ' || request WHERE request = ?",
+            key,
+        )
+        for *values, crc in rows:
+            self._check(crc, key, *values)
+            text, read, written, cut = values
+            return Answer(text, read, written, bool(cut))
+        return None
 
     def keep(self, key: str, role: str, answer: Answer) -> Answer:
         """Store and count an answer; return the stored one, which another process may have written first."""
@@ -82,12 +92,21 @@ class AnswerCache:
             self.count(role, ANSWER, answer.tokens_in, answer.tokens_out)
             if (known := self.answer(key)) is None:
                 self._rows("INSERT INTO answers VALUES (?, ?, ?, ?, ?)", key, *astuple(answer))
+                values = (answer.text, answer.tokens_in, answer.tokens_out, int(answer.truncated))
+                self._rows("INSERT OR REPLACE INTO checksums VALUES (?, ?)", f"answer {key}", _crc(key, *values))
         return known or answer
 
     def vectors(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the cached vectors by key."""
         marks = ", ".join("?" * len(keys))
-        return dict(self._rows(f"SELECT request, vector FROM vectors WHERE request IN ({marks})", *keys))
+        rows = self._rows(
+            "SELECT request, vector, crc FROM vectors LEFT JOIN checksums ON entry = 'vector ' || request "
+            f"WHERE request IN ({marks})",
+            *keys,
+        )
+        for key, vector, crc in rows:
+            self._check(crc, key, vector)
+        return {key: vector for key, vector, _ in rows}
 
     def keep_vectors(self, vectors: Mapping[str, bytes], role: str, tokens: int) -> dict[str, bytes]:
         """Store the vectors of one request and count it; return the stored vectors."""
@@ -95,7 +114,10 @@ class AnswerCache:
             self._db.execute("BEGIN IMMEDIATE")
             self.count(role, ANSWER, tokens)
             self._db.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?)", vectors.items())
-        return self.vectors(list(vectors))
+            stored = self.vectors(list(vectors))
+            sums = [(f"vector {key}", _crc(key, vector)) for key, vector in stored.items()]
+            self._db.executemany("INSERT OR IGNORE INTO checksums VALUES (?, ?)", sums)
+        return stored
 
     def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
         """Count a request by its outcome, with its tokens."""
@@ -142,6 +164,14 @@ class AnswerCache:
         with self._clear_errors():
             return self._db.execute(statement, values).fetchall()
 
+    def _check(self, crc: int | None, *values: object) -> None:
+        """Compare an entry with its checksum; those of earlier versions have none. Raises: EndpointStop."""
+        if crc is not None and crc != _crc(*values):
+            raise EndpointStop(
+                f"the answer cache in {self.path or 'memory'} is damaged (the checksum of an answer is another one): "
+                "delete the file, or name another one (api.cache)"
+            )
+
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
         try:
@@ -151,6 +181,10 @@ class AnswerCache:
                 f"the answer cache in {self.path or 'memory'} cannot be read or written ({error}): check that the disk "
                 "has room, or name another file (api.cache)"
             ) from error
+
+
+def _crc(*values: object) -> int:
+    return zlib.crc32(repr(values).encode("utf-8", "surrogatepass"))
 
 
 def read_totals(path: Path) -> dict[str, dict[str, dict[str, int]]]:

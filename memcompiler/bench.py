@@ -18,6 +18,9 @@ PROGRAMS = {  # modules of benchmarks/ with a Typer `app`
     "prefixes": "Compare training with and without shared prefixes.",
     "trl": "Compare a training step with TRL's on the same rows.",
     "serving": "Measure serving: deliveries, compile speed, load.",
+    "chaos": "Kill commands at random moments and compare what they end with.",
+    "soak": "Play many episodes in workers that crash, hang and answer garbage.",
+    "numerics": "Compare the losses of SFT in bfloat16 with float32.",
     "memory": "Measure memory systems: growth, hit rate, recall.",
 }
 

@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs.base import Task
+from memory.bank_files import BankFiles
 from memory.bank_table import (
     ENTRY_COLUMNS,
     bank_errors,
@@ -90,6 +91,7 @@ class MemoryBank:
         self._view: int | None = None  # the version of a read-only view
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
+        self._files = BankFiles(self.path)
         self._known = -1, set[str]()  # a version and the ids in it
         self._retriever, self._ranking = BankRanker(), Lock()  # holds the rows read so far
 
@@ -168,6 +170,7 @@ class MemoryBank:
             # `id` is the table's key: entries that another process appended meanwhile are not inserted again.
             result = table.merge_insert("id").when_not_matched_insert_all().execute(data)
             merge_small_writes(table)
+            self._files.record()
         if result.version == version + 1:  # no other process wrote in between
             known.update(fresh)
             self._known = result.version, known
@@ -340,6 +343,7 @@ class MemoryBank:
         """Open the table at its newest version, once."""
         if self._table is not None:
             return self._table
+        self._files.check()
         table = find_table(self.path)
         if table is None and create:
             table = create_table(self.path, self.embed, self._wanted or "commands")
@@ -356,6 +360,7 @@ class MemoryBank:
         with bank_errors(self.path):
             version = self._open().version if self._view is None else self._view
             if self._pinned is None or self._pinned.version != version:
+                self._files.check()
                 self._pinned = _Pinned(version, open_version(self.path, version))
         return self._pinned
 

@@ -10,7 +10,7 @@ from typing import Any
 from agent.records import Episode, episode_from_json
 from eval.metrics import display_name
 from eval.player import outcome
-from runtime.parsing import parse_json
+from runtime.checksums import parse_row
 
 EPISODES = "episodes.jsonl"
 MOST = 20_000  # episodes of a run that are listed
@@ -53,7 +53,7 @@ class Library:
         found = self.episodes[number]
         with found.file.open("rb") as file:
             file.seek(found.offset)
-            return episode_from_json(_row(parse_json(file.readline())))
+            return episode_from_json(_row(parse_row(file.readline())))
 
 
 def _listed(path: Path, most: int, where: str) -> Iterator[Recorded]:
@@ -64,7 +64,7 @@ def _listed(path: Path, most: int, where: str) -> Iterator[Recorded]:
                 return
             if line.strip() and line.endswith(b"\n"):
                 try:
-                    episode = episode_from_json(_row(parse_json(line)), images=False)
+                    episode = episode_from_json(_row(parse_row(line)), images=False)
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
                 yield Recorded(path, offset, episode.task_id, _head(episode, where))

@@ -342,9 +342,9 @@ class Guard:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return 403, "requests are JSON (content type application/json)"
         length = headers.get("content-length", "")
-        if not length.isdecimal():
+        if not length.isdecimal() or "transfer-encoding" in headers:  # which would count instead of the length
             return 411, "a request needs its length"
-        return (413, f"a request may have {MAX_BODY:,} bytes at most") if int(length) > MAX_BODY else None
+        return (413, f"a request may have {MAX_BODY:,} bytes at most") if float(length) > MAX_BODY else None
 
 
 def _name_of(host: str) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compiler.client import MAX_PIXELS
 from configs.proxy import MappingConfig, Reading
+from runtime.pictures import open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -255,17 +253,12 @@ def _digest(parts: Sequence[object]) -> str:
 
 def _picture(message: Message) -> Image | None:
     """Decode the last picture of a message that the request itself holds; None for others and broken ones."""
-    from PIL import Image as Images
-
     for url in reversed([url for url in find(message, "$.content[*].image_url.url") if isinstance(url, str)]):
         head, _, data = url.partition(",")
         if not (head.startswith("data:image/") and head.endswith(";base64")):
             return None
         try:
-            image = Images.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=["PNG", "JPEG", "WEBP"])
-            if image.width * image.height > MAX_PIXELS:
-                return None
-            return image.convert("RGB")
-        except (binascii.Error, OSError, ValueError, SyntaxError, Images.DecompressionBombError):
+            return open_picture(base64.b64decode(data, validate=True), ("PNG", "JPEG", "WEBP")).convert("RGB")
+        except ValueError:  # binascii.Error is one
             return None
     return None

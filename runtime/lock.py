@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.store import NO_LOCKS, name_path_in_errors
+from runtime.checksums import NO_LOCKS
+from runtime.store import name_path_in_errors
 
 LOCK = ".memcompiler.lock"
 _held: dict[tuple[int, Path], tuple[int, int]] = {}  # (process, lock file) -> (descriptor, locks of this process on it)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import json
@@ -15,21 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.checksums import NO_LOCKS, RecordError, check_content, parse_row, record_content, row_line
 from runtime.parsing import parse_json
 
 TEMPORARY = ".tmp"  # suffix of unfinished files, whose names begin with a dot
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without locks
 Row = dict[str, Any]
-
-
-class RecordError(ValueError):
-    """A file is damaged or has other contents. The message names the next step."""
 
 
 class JsonLines:
     """A JSON Lines file with one writing process and any number of readers.
 
-    A row exists once its line break is written. A torn last line is never read, and the next append removes it.
+    A row exists once its line break is written. A torn last line is never read, and the next append removes it. Rows
+    are stored with a checksum (`runtime.checksums`), which is checked and left out when they are read.
 
     Args:
         path: the file, created with its first row.
@@ -49,7 +45,7 @@ class JsonLines:
 
     def append_unflushed(self, row: Mapping[str, object]) -> None:
         """Append a row that survives a kill of this process, but perhaps not a power loss."""
-        line = (to_json(row, ascii=True) + "\n").encode("ascii")
+        line = row_line(to_json(row, ascii=True))
         with name_path_in_errors(self.path), self.path.open("ab+") as file:
             end = file.tell()
             if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
@@ -57,8 +53,8 @@ class JsonLines:
             file.write(line)
 
     def append_lines(self, *texts: str) -> None:
-        """Append strict JSON texts without line breaks, durably."""
-        lines = "".join(text + "\n" for text in texts).encode("ascii")
+        """Append JSON objects, as strict JSON without line breaks, durably."""
+        lines = b"".join(map(row_line, texts))
         is_new = not self.path.exists()
         with name_path_in_errors(self.path):
             self.drop_torn_line()
@@ -116,7 +112,7 @@ class JsonLines:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    row = parse_json(line)
+                    row = parse_row(line)
                     if not isinstance(row, dict) or not row.keys() >= set(self.required_keys):
                         raise ValueError(f"expected an object with {', '.join(self.required_keys) or 'any keys'}")
                 except ValueError as error:
@@ -130,7 +126,11 @@ class JsonLines:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises: RecordError, for other contents; OSError, without a file."""
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        check_content(path, data)
+        value = parse_json(data.decode("utf-8"))
+    except RecordError:
+        raise
     except ValueError as error:
         raise RecordError(f"{path} is damaged ({error}): restore the file, or use another folder") from error
     if not isinstance(value, dict):
@@ -147,6 +147,13 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file: readers, also after a power loss, find the old or the new content."""
     with atomic_file(path) as file:
         file.write(text.encode())
+
+
+def write_recorded(path: Path, text: str) -> None:
+    """Replace a file as `write_atomically`, with a checksum in its folder, which `read_json` checks."""
+    with name_path_in_errors(path):
+        record_content(path, text.encode())
+    write_atomically(path, text)
 
 
 @contextmanager

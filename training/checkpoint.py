@@ -2,6 +2,7 @@
 
     optimizer.safetensors   AdamW moments by parameter name
     state.json              step, seed, bank version, hashes, versions
+    SHA256SUMS              checksums of these files, which are checked when they are read (`runtime.checksums`)
 
 Random numbers need no state: every step seeds them from (seed, step). A checkpoint is written under another name
 and renamed, so a kill never leaves an incomplete one.
@@ -28,10 +29,14 @@ from compiler.checkpoint import (
     checkpoint_name,
     checkpoints,
     read_weights,
+    save_adapter,
     save_projector,
 )
 from compiler.hf import MemoryCompiler
+from runtime.checksums import RecordError, check_folder, record_folder
 from runtime.store import sync
+
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,12 @@ def save_checkpoint(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     adapter = {n.removeprefix(POLICY): t for n, t in tensors.weights.items() if n.startswith(POLICY)}
-    compiler.policy.save_pretrained(part / "adapter", state_dict=adapter, save_embedding_layers=False)
+    save_adapter(part, compiler, adapter)
     projector = {n.removeprefix(PROJECTOR): t for n, t in tensors.weights.items() if n.startswith(PROJECTOR)}
     save_projector(part, compiler.projector.config, projector)
-    save_file(tensors.moments, part / "optimizer.safetensors")
+    save_file(tensors.moments, part / OPTIMIZER)
     (part / "state.json").write_text(json.dumps(dict(state), indent=1))
+    record_folder(part)
     for written in (*part.rglob("*"), part):  # to disk, before the rename
         sync(written)
     shutil.rmtree(final, ignore_errors=True)
@@ -94,8 +100,9 @@ def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[TrainingTen
     """Read weights, moments and state to resume from. Raises: CheckpointError."""
     weights, state = read_weights(folder, compiler)
     try:
-        moments = load_file(folder / "optimizer.safetensors")
-    except (OSError, SafetensorError) as error:
+        check_folder(folder, OPTIMIZER)
+        moments = load_file(folder / OPTIMIZER)
+    except (OSError, RecordError, SafetensorError) as error:
         raise CheckpointError(f"cannot resume training from {folder}: {error}") from error
     if unknown := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
         raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(unknown)[:3]} ...")

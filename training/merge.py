@@ -17,6 +17,7 @@ from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG
 from data_gen.leakage import MANIFEST, file_of
+from runtime.checksums import record_folder
 from runtime.store import atomic_folder
 
 OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that identify the base
@@ -46,6 +47,7 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
         for name in ("", *checkpoint.environments(found)):  # training tasks, for later leakage checks
             if (manifest := checkpoint.run_file(found, file_of(MANIFEST, name))) is not None:
                 shutil.copy(manifest, folder)
+        record_folder(folder)
         copy_gate(str(found), folder)
     return out
 

@@ -3,16 +3,19 @@
     memcompiler bench serving load                                # starts a service of the household's compiler base
     memcompiler bench serving load --url http://127.0.0.1:8100    # a running service
     memcompiler bench serving load --step-ms 100                  # a simulated engine, lockstep and continuous
+    memcompiler bench serving load --slow 8 --half-open 8 --cancelling 8    # beside clients that behave badly
 
 Each client sends its next request when the last one is answered. A client that is put off (429 or 503 with
 Retry-After) retries, and its latency counts from the first attempt. A request that ends without an answer is lost.
-Every client plays its own scripted home (`benchmarks.serving.scripted`). Exit status 1 if a request is lost.
+Every client plays its own scripted home (`benchmarks.serving.scripted`). Exit status 1 if a request is lost, or gets
+another answer than before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
 import tempfile
@@ -31,8 +34,10 @@ import torch
 import typer
 
 from agent.episode import EpisodeSpec
+from benchmarks.serving.bad_clients import BadClients
 from benchmarks.serving.scripted import Script, read_script
 from benchmarks.simulated_engine import simulated_compiler, simulated_vllm
+from benchmarks.sizes import HEADS, Sizes
 from compiler import checkpoint
 from compiler.build import load_compiler
 from compiler.client import CompileBody, SamplingBody
@@ -60,6 +65,9 @@ class LoadResult:
     retries: int = 0
     lost: list[str] = field(default_factory=list)  # reasons
     batch: float = 0.0  # mean number of requests compiled together
+    texts: dict[str, str] = field(default_factory=dict)  # request -> its first answer
+    different: int = 0  # answers that are not the first one to the same request
+    sizes: Sizes = field(default_factory=Sizes)  # of the service
 
     @property
     def sent(self) -> int:
@@ -76,31 +84,37 @@ def measure_load(
     engine: Annotated[str, typer.Option(help="Engine of the started service: hf or vllm.")] = "hf",
     batching: Annotated[str, typer.Option(help="lockstep, continuous or auto, of the started service.")] = "auto",
     step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of a simulated engine's step; 0: none.")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="Further clients that send a request in pieces.")] = 0,
+    half_open: Annotated[int, typer.Option(min=0, help="Further clients that send half a request and wait.")] = 0,
+    cancelling: Annotated[int, typer.Option(min=0, help="Further clients that close before the answer.")] = 0,
 ) -> None:
     """Measure latency and lost requests of the compiler service by number of clients."""
     disable_library_progress_bars()
     script = Script(MODEL, MODEL, memory_tokens, read_script())
-    numbers, results = [int(number) for number in clients.split(",")], list[LoadResult]()
+    numbers, results, lost = [int(number) for number in clients.split(",")], list[LoadResult](), list[str]()
     if step_ms:
         services = {way: partial(simulated_service, step_ms / 1e3, way, queue) for way in ("lockstep", "continuous")}
     else:
         services = {"": partial(started_service, queue, max_new_tokens, engine, batching)}
     for way, service in services.items():
-        with contextlib.nullcontext(url) if url else service() as at:
+        bad = BadClients(slow, half_open, cancelling)
+        with contextlib.nullcontext((url, None)) if url else service() as (at, pid):
             asyncio.run(load(at, script, 1, 0.0))  # warm-up
-            measured = [asyncio.run(load(at, script, number, seconds)) for number in numbers]
-        typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured)]))
+            measured = [asyncio.run(load(at, script, number, seconds, bad, pid)) for number in numbers]
+        typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured), *told(measured, bad)]))
         results += measured
-    reasons = [reason for result in results for reason in result.lost]
-    for reason in sorted(set(reasons)):
-        typer.echo(f"  {reasons.count(reason)} lost: {reason}")
-    typer.echo(f"lost: {len(reasons)}")
-    raise typer.Exit(bool(reasons))
+        lost += bad.lost
+    lost += [reason for result in results for reason in result.lost]
+    for reason in sorted(set(lost)):
+        typer.echo(f"  {lost.count(reason)} lost: {reason}")
+    different = sum(result.different for result in results)
+    typer.echo(f"lost: {len(lost)}, different: {different}")
+    raise typer.Exit(bool(lost or different))
 
 
 @contextlib.contextmanager
-def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator[str]:
-    """Serve a compiler on a simulated engine from a thread of this process; yield its URL and stop it at the end."""
+def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator[tuple[str, int]]:
+    """Serve a compiler on a simulated engine from a thread; yield its URL and process, and stop it at the end."""
     import uvicorn
 
     from compiler.server.app import service_app
@@ -121,7 +135,7 @@ def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator
         while not responds(f"{url}/ready") and time.monotonic() < deadline:
             time.sleep(0.05)
         try:
-            yield url
+            yield url, os.getpid()
         finally:
             server.should_exit = True
             thread.join(20)
@@ -129,8 +143,8 @@ def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator
 
 
 @contextlib.contextmanager
-def started_service(queue: int, max_new_tokens: int, engine: str, batching: str) -> Iterator[str]:
-    """Start a service with a fresh adapter and projector; yield its URL and stop it at the end."""
+def started_service(queue: int, max_new_tokens: int, engine: str, batching: str) -> Iterator[tuple[str, int]]:
+    """Start a service with a fresh adapter and projector; yield its URL and process, and stop it at the end."""
     soft = Soft(n_tokens=N_SOFT, emb_std=0.02)
     config = CompilerConfig(model=MODEL, dtype="float32", instructions="none", soft=soft, max_new_tokens=max_new_tokens)
     url = http_url(LOOPBACK, port := free_port())
@@ -142,36 +156,56 @@ def started_service(queue: int, max_new_tokens: int, engine: str, batching: str)
         settings += [f"compiler.engine={engine}", f"batching={batching}"]
         with ChildProcess([*command, "--checkpoint", folder, "--port", str(port), *settings], output="kept") as service:
             service.wait_until_ready(lambda: responds(f"{url}/ready"), 300)
-            yield url
+            yield url, service.pid
 
 
-async def load(url: str, script: Script, clients: int, seconds: float) -> LoadResult:
-    """Run concurrent clients for a number of seconds; each sends at least one request."""
+async def load(
+    url: str, script: Script, clients: int, seconds: float, bad: BadClients | None = None, pid: int | None = None
+) -> LoadResult:
+    """Run concurrent clients for a number of seconds; each sends at least one request.
+
+    Args:
+        bad: further clients, beside them.
+        pid: process of the service, whose sizes are measured.
+    """
     result, until = LoadResult(clients), time.perf_counter() + seconds
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
         before, started = await _compile_counts(client), time.perf_counter()
+        beside = asyncio.gather(
+            (bad or BadClients()).run(url, _bodies(script, script.spec(clients)), until), _measure(result, pid, until)
+        )
         await asyncio.gather(
             *(_run_client(client, script.spec(i), script=script, until=until, result=result) for i in range(clients))
         )
         result.seconds = time.perf_counter() - started
+        await beside
         after = await _compile_counts(client)
     result.batch = (after[0] - before[0]) / max(1.0, after[1] - before[1])
     return result
 
 
+async def _measure(result: LoadResult, pid: int | None, until: float) -> None:
+    """Measure the service's process every second."""
+    while pid is not None and time.perf_counter() < until:
+        result.sizes.measure(len(result.latencies), [pid])
+        await asyncio.sleep(1.0)
+
+
+def _bodies(script: Script, spec: EpisodeSpec) -> list[Any]:
+    return [CompileBody.of(request, SamplingBody(), ("mu",)) for request in script.compile_requests(spec, STEPS)]
+
+
 async def _run_client(
     client: httpx.AsyncClient, spec: EpisodeSpec, script: Script, until: float, result: LoadResult
 ) -> None:
-    requests = script.compile_requests(spec, STEPS)
-    bodies = [CompileBody.of(request, SamplingBody(), ("mu",)) for request in requests]
-    turn = 0
+    bodies, turn = _bodies(script, spec), 0
     while turn == 0 or time.perf_counter() < until:
-        await _send(client, bodies[turn % len(bodies)], result)
+        await _send(client, bodies[turn % len(bodies)], result, f"{spec.task.id}, {turn % len(bodies)}")
         turn += 1
 
 
-async def _send(client: httpx.AsyncClient, body: Any, result: LoadResult) -> None:
+async def _send(client: httpx.AsyncClient, body: Any, result: LoadResult, name: str) -> None:
     """Send one request, and retry while the service puts it off."""
     sent = time.perf_counter()
     while True:
@@ -180,6 +214,8 @@ async def _send(client: httpx.AsyncClient, body: Any, result: LoadResult) -> Non
         except httpx.HTTPError as error:
             return result.lost.append(f"{type(error).__name__}: {error}")
         if reply.status_code == 200:
+            text = reply.json()["text"]
+            result.different += result.texts.setdefault(name, text) != text
             return result.latencies.append(time.perf_counter() - sent)
         wait = retry_after(reply.headers.get("Retry-After"))
         if not wait or time.perf_counter() + wait - sent > TIMEOUT_S:
@@ -194,6 +230,13 @@ async def _compile_counts(client: httpx.AsyncClient) -> tuple[float, float]:
     found = [re.search(rf"^memcompiler_{name}_total (\S+)$", text, re.M) for name in ("compilations", "batches")]
     compilations, batches = (float(match[1]) if match else 0.0 for match in found)
     return compilations, batches
+
+
+def told(results: Sequence[LoadResult], bad: BadClients) -> list[str]:
+    """Return what the bad clients did, and the sizes of the service."""
+    did = [f"beside them: {', '.join(f'{n} {what}' for what, n in sorted(bad.did.items()))}"] if bad.did else []
+    rows = [result.sizes.row(f"service, {result.clients} clients") for result in results if result.sizes.done]
+    return [*did, *(["", *markdown_table(HEADS, rows)] if rows else [])]
 
 
 def table(results: Sequence[LoadResult]) -> list[str]:

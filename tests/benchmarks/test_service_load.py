@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the service needs the extra serve")
 
-from benchmarks.serving.load import MODEL, STEPS, LoadResult, load, table
+from benchmarks.serving import bad_clients
+from benchmarks.serving import load as module
+from benchmarks.serving.bad_clients import BadClients
+from benchmarks.serving.load import MODEL, STEPS, LoadResult, load, table, told
 from benchmarks.serving.scripted import Script, ScriptedStep
 from compiler.brief_state import render_brief_state
 from compiler.language import Emission, render
@@ -65,6 +71,32 @@ def test_a_request_without_an_answer_is_lost_with_its_reason() -> None:
         result = asyncio.run(load(url, script(), 3, 0.0))
     assert len(result.latencies) == 2 and [why.partition(":")[0] for why in result.lost] == ["500"]
     assert len(table([result])) == 3 == len(table([LoadResult(1, seconds=1.0)]))
+
+
+@pytest.mark.seconds
+def test_clients_are_answered_beside_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_clients, "SLOW_S", 0.4)
+    slow, bad = Slow(), BadClients(slow=2, half_open=2, cancelling=2)
+    with listening(slow) as (url, _):
+        result = asyncio.run(load(url, script(), 2, 1.5, bad, os.getpid()))
+    assert len(result.latencies) >= 2 and not result.lost and not bad.lost and not result.different
+    assert bad.did["slow requests answered"] >= 2 and bad.did["half-open connections"] == 2
+    assert bad.did["cancelled requests"] > 2 and result.sizes.mib
+    assert len(told([result], bad)) == 5 and told([LoadResult(1)], BadClients()) == []
+
+
+def test_another_answer_to_the_same_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 2)
+    slow, number = Slow(), itertools.count()
+    compile = slow.compile
+
+    def another(requests, *_):
+        return [replace(each, text=f"go to shelf {next(number)}") for each in compile(requests)]
+
+    slow.compile = another
+    with listening(slow) as (url, _):
+        result = asyncio.run(load(url, Script(MODEL, MODEL, 40, RECORD), 1, 1.5))
+    assert result.different == len(result.latencies) - 2 > 0 and not result.lost
 
 
 def test_requests_are_those_of_an_episode() -> None:

@@ -33,6 +33,7 @@ from memcompiler.cli import app
 from memcompiler.collection import run_collect
 from memory.bank import MemoryBank
 from runtime.attempts import RetriedResults, failure_summary
+from runtime.checksums import parse_row
 from runtime.cluster import RaySettings
 from runtime.store import JsonLines
 from runtime.worker_pool import WorkerPool
@@ -73,7 +74,7 @@ class Outage:
 
 def rows(out: Path) -> list[dict[str, Any]]:
     """Read a record without clocks."""
-    found = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    found = [parse_row(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     for step in (step for row in found for each in (row, *row["retries"]) for step in each["steps"]):
         step["seconds"] = {}
     return found

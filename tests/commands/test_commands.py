@@ -23,6 +23,7 @@ from configs.run_folder import RunFolder
 from eval.evaluate import run_eval
 from memcompiler.cli import app
 from memcompiler.options import OneLineErrors
+from runtime.checksums import parse_row
 from tests.commands.running import ROOT, kill_after, memcompiler
 
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
@@ -153,7 +154,7 @@ def test_grpo_continues_an_sft_checkpoint_and_survives_a_kill(quickstart, tmp_pa
     ]
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stdout[-2000:] + whole.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [row["update"] for row in rows] == [1, 2, 3, 4, 5] and any(not row["skipped"] for row in rows)
     names = {"reward", "zero_variance_fraction", "seconds_env", "seconds_compiler", "seconds_executor"}
     assert all(names | {"seconds_update"} <= set(row) for row in rows)
@@ -167,7 +168,7 @@ def test_grpo_continues_an_sft_checkpoint_and_survives_a_kill(quickstart, tmp_pa
     assert resumed.returncode == 0 and "resumed at update 2" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
     assert_same_weights(tmp_path, 5)
     played = [
-        [(row["update"], row["task"], row["success"]) for row in map(json.loads, path.read_text().splitlines())]
+        [(row["update"], row["task"], row["success"]) for row in map(parse_row, path.read_text().splitlines())]
         for path in (tmp_path / run / "rollouts.jsonl" for run in ("whole", "killed"))
     ]
     assert played[0] == played[1] and len(played[0]) == 5 * 3 * 4
@@ -194,7 +195,7 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
             str(tmp_path / engine),
         )
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-        rows = map(json.loads, (tmp_path / engine / "episodes.jsonl").read_text().splitlines())
+        rows = map(parse_row, (tmp_path / engine / "episodes.jsonl").read_text().splitlines())
         steps = {f"{row['delivery']} {row['task_id']}": row["steps"] for row in rows}  # engines end them in any order
         played[engine] = {name: [(s["emission_text"], s["action"]) for s in row] for name, row in steps.items()}
     assert played["hf"] == played["vllm"] and len(played["hf"]) == 8
@@ -215,7 +216,7 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
         str(tmp_path / "grpo"),
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and any(not row["skipped"] for row in rows)
     assert max(row.get("mismatch_kl", 0) for row in rows) < 1e-4  # the second update's engine has the new weights
 

@@ -23,6 +23,7 @@ from configs.run_folder import RunFolderError
 from eval import evaluate, model_cache
 from eval.evaluate import run_eval
 from memcompiler.cli import app
+from runtime.checksums import parse_row
 from runtime.errors import StopReason
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(out.rglob("episodes.jsonl")) for line in file.open()]
+    return [parse_row(line) for file in sorted(out.rglob("episodes.jsonl")) for line in file.open()]
 
 
 def number(out: Path) -> int:

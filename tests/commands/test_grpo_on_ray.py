@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig
 from memcompiler.collection import run_collect
+from runtime.checksums import parse_row
 from tests import vllm_engines
 from tests.ray_nodes import below, node_of, processes, ray_nodes
 from tests.waiting import lines, until
@@ -71,7 +71,7 @@ def local(sft, tmp_path_factory) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [parse_row(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from data_gen.rows import load_rows
 from eval.evaluate import run_eval
 from memcompiler.collection import run_collect
 from memory.bank import MemoryBank
+from runtime.checksums import parse_row
 from tests.ray_nodes import SMALL, processes, ray_nodes, workers
 from tests.waiting import lines, until
 
@@ -61,7 +62,7 @@ def without_clocks(value: Any) -> Any:
 
 def record(out: Path) -> list[str]:
     """The lines of a record, without clocks."""
-    rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     return [json.dumps(without_clocks(row)) for row in rows]
 
 
@@ -154,7 +155,7 @@ def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command
         driver.wait(30)
     until(lambda: not processes(mark), 90, 0.5, words=lambda: processes(mark))
     before = (out / "episodes.jsonl").read_bytes()
-    kept = Counter(json.loads(line)["task_id"] for line in before[: before.rfind(b"\n") + 1].splitlines())
+    kept = Counter(parse_row(line)["task_id"] for line in before[: before.rfind(b"\n") + 1].splitlines())
     assert 4 <= len(kept) < 48
     with started(out) as driver:
         said, _ = driver.communicate(timeout=400)

@@ -15,6 +15,7 @@ from configs.evaluation import EvalConfig
 from envs.spec import ExecutorInstructions
 from executor.build import load_executor
 from memcompiler.cli import app
+from runtime.checksums import parse_row
 
 COMPILER: dict[str, Any] = {
     "model": "zoo/household/compiler",
@@ -88,7 +89,7 @@ def test_tables_and_figures_of_a_small_run(tmp_path: Path) -> None:
 
     told("--figure", 3, run)
     figure = json.loads((run / "paper" / "figure3.json").read_text())["deliveries"]
-    steps = sum(len(e["steps"]) for e in map(json.loads, (run / "episodes.jsonl").open()) if e["delivery"] == "static")
+    steps = sum(len(e["steps"]) for e in map(parse_row, (run / "episodes.jsonl").open()) if e["delivery"] == "static")
     assert figure["static"]["steps_with_memory"] == steps and "soft" not in figure["static"]["logit"]
     assert figure["compiled"]["logit"]["soft"]["by_step"][0]["n"] == figure["compiled"]["episodes"] == 4
     share = figure["static"]["share"]["memory"]["by_step"][0]

@@ -22,6 +22,7 @@ from configs.reproduce import find_chain, shipped_chains
 from memcompiler.cli import app
 from memcompiler.reproduce import check_chain
 from memcompiler.reproduce import command as stage_command
+from runtime.checksums import parse_row
 from tests.faulty_server import FaultyServer
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +153,7 @@ def test_one_compiler_for_two_benchmarks_ends_in_both_columns(games: Path, tmp_p
     chain = tiny(tmp_path, "text", shared=shared, further={"scienceworld": own}, eval=little)
     out = tmp_path / "run"
     reproduce(chain, out, "--tables", "2")
-    played = [json.loads(line) for line in (out / "grpo" / "tiny" / "both" / "rollouts.jsonl").read_text().splitlines()]
+    played = [parse_row(line) for line in (out / "grpo" / "tiny" / "both" / "rollouts.jsonl").read_text().splitlines()]
     assert [row["environment"] for row in played] == ["alfworld"] * 2 + ["scienceworld"] * 2
     ours = rows(out, 2)["Ours [trained_on=both]"]
     assert ours["AlfWorld"]["n"] == 2 and ours["scienceworld dev"]["n"] == 2
@@ -235,7 +236,7 @@ def test_killed_in_every_stage_it_continues_to_the_same_result(alfworld: tuple[P
             one, other = (next((run / kind / "tiny" / "full").glob(f"checkpoints/*/{file}")) for run in (out, whole))
             assert one.read_bytes() == other.read_bytes(), (kind, file)
     played = [
-        sorted((e["delivery"], e["task_id"], [step["action"] for step in e["steps"]]) for e in map(json.loads, lines))
+        sorted((e["delivery"], e["task_id"], [step["action"] for step in e["steps"]]) for e in map(parse_row, lines))
         for run in (out, whole)
         for lines in [(run / "eval" / "tiny" / "main" / "episodes.jsonl").open()]
     ]

@@ -28,6 +28,7 @@ from configs.run_folder import (
     output_folder,
 )
 from configs.training import GrpoConfig, SftConfig
+from runtime.checksums import SUMS
 from runtime.lock import LOCK
 from runtime.store import RecordError
 
@@ -65,7 +66,12 @@ def resumed(run: RunFolder) -> bool:
 def test_a_new_run(tmp_path):
     with RunFolder.create(tmp_path / "deep" / "run", Settings(steps=3)) as run:
         assert not resumed(run) and environment(run)["kind"] == "Settings"
-    assert {entry.name for entry in run.path.iterdir()} == {"config.resolved.yaml", "environment.json", "checkpoints"}
+    assert {entry.name for entry in run.path.iterdir()} == {
+        "config.resolved.yaml",
+        "environment.json",
+        SUMS,
+        "checkpoints",
+    }
     assert (run.path / "checkpoints").is_dir()
     assert load_config(Settings, run.path / "config.resolved.yaml") == Settings(steps=3)
 
@@ -168,6 +174,7 @@ def test_a_run_of_another_kind_is_named_and_left_alone(tmp_path, there, on_exist
 
 def test_a_run_of_an_earlier_version_is_resumed_and_never_overwritten(tmp_path):
     RunFolder.create(tmp_path, EvalConfig())
+    (tmp_path / SUMS).unlink()
     (tmp_path / "environment.json").write_text("{}")
     with pytest.raises(RunFolderError, match="holds a run of an earlier version, which"):
         RunFolder.create(tmp_path, EvalConfig(), on_exists="overwrite")
@@ -389,7 +396,7 @@ def test_write_json_is_atomic(tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         run.write_json("analysis/results.json", {"success": object()})
     assert json.loads(path.read_text())["success"] == 0.5
-    assert [entry.name for entry in path.parent.iterdir()] == ["results.json"]
+    assert {entry.name for entry in path.parent.iterdir()} == {"results.json", SUMS}
 
 
 @pytest.mark.parametrize("name", ["../results.json", "/tmp/results.json", "a/../../b.json"])

@@ -39,6 +39,7 @@ from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.journal import Journal
 from memory.trajectory import goal_with_scene
+from runtime.checksums import parse_row
 from runtime.store import JsonLines
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
@@ -83,7 +84,7 @@ def collect(out: Path, server: FaultyServer, *overrides: str) -> list[dict]:
 def records(out: Path, whole_lines: bool = False) -> list[dict]:
     """Without what a clock says; and without a line that was cut short, where there may be one."""
     lines = (out / "episodes.jsonl").read_text().splitlines(keepends=True)
-    episodes = [json.loads(line) for line in lines if line.endswith("\n") or not whole_lines]
+    episodes = [parse_row(line) for line in lines if line.endswith("\n") or not whole_lines]
     for episode in episodes:
         for step in (step for attempt in (episode, *episode.get("retries", ())) for step in attempt["steps"]):
             del step["seconds"]

@@ -17,6 +17,7 @@ from eval.living import SubTask, columns, summarise_sequences
 from eval.paper.tables import paper_table
 from eval.runs import EPISODES, RESULTS
 from memory.karma.system import object_of
+from runtime.checksums import parse_row
 
 SMALL = ["env.sequences={simple: 6, composite: 6, complex: 6}", "env.scenes={test: 18}"]
 
@@ -90,7 +91,7 @@ def test_the_tables_directions(tmp_path: Path) -> None:
 
 def test_what_is_counted_as_recalled_is_what_the_record_says(tmp_path: Path) -> None:
     made = evaluated(tmp_path, "deliveries=[static]", "env.sequences={simple: 0, composite: 4, complex: 0}")
-    rows = [json.loads(line) for line in (tmp_path / EPISODES).read_text().splitlines()]
+    rows = [parse_row(line) for line in (tmp_path / EPISODES).read_text().splitlines()]
     recalled = {row["task_id"]: {object_of(id) for id in row["memory_ids"]} - {""} for row in rows}
     counted = made["results"]["static"]["living"]["by_sequence"]
     checked = 0
@@ -151,6 +152,6 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_result(tmp_path: Path) -> 
     (tmp_path / EPISODES).write_bytes(b"".join(lines[:6]) + lines[6][:50])
     config = load_config(EvalConfig, "eval/karma", [*SMALL, *settings])
     assert living(run_eval(config, tmp_path, on_exists="resume")) == living(whole)
-    assert sorted(json.loads(line)["task_id"] for line in (tmp_path / EPISODES).read_bytes().splitlines()) == sorted(
-        json.loads(line)["task_id"] for line in lines
+    assert sorted(parse_row(line)["task_id"] for line in (tmp_path / EPISODES).read_bytes().splitlines()) == sorted(
+        parse_row(line)["task_id"] for line in lines
     )

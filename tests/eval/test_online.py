@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from eval.table import spread, to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, Grounding
 from memory.protocol import BankError
+from runtime.checksums import parse_row
 from runtime.errors import StopReason
 from runtime.store import to_json
 from tests.fakes import one_step_episode
@@ -77,7 +77,7 @@ def episodes(out: Path, delivery: str = "live") -> list[Episode]:
 
 def told(out: Path) -> list[Any]:
     """Return what was played, without times."""
-    rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     for row in rows:
         for step in (s for e in (row, *row["retries"]) for s in e["steps"]):
             del step["seconds"]

@@ -43,6 +43,7 @@ from memory import bank, journal, registry
 from memory.entry import entry_from_json
 from memory.linear import Head
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
+from runtime.checksums import parse_row
 from runtime.store import to_json
 from soft_mem.projector import Projector, ProjectorConfig
 from tests.fuzz.inputs import damaged, json_text, mutated, pick, text, texts
@@ -229,7 +230,7 @@ def make_file(rng: Random, kind: str) -> dict[str, bytes]:
         return {name: damaged(rng, data)}
     lines = data.decode().splitlines() if name.endswith(".jsonl") else [data.decode()]
     at = rng.randrange(len(lines))
-    lines[at] = json_text(rng, mutated(rng, json.loads(lines[at])))
+    lines[at] = json_text(rng, mutated(rng, parse_row(lines[at].encode())))
     return {name: "\n".join([*lines, ""]).encode("utf-8", "surrogatepass")}
 
 
@@ -316,7 +317,7 @@ def check_entry(given: str) -> None:
 
 
 def make_episode(rng: Random) -> Any:
-    return mutated(rng, json.loads(pick(rng, content(f"eval/{runs.EPISODES}").splitlines())))
+    return mutated(rng, parse_row(pick(rng, content(f"eval/{runs.EPISODES}").splitlines())))
 
 
 def check_episode(given: Any) -> None:

@@ -170,6 +170,8 @@ def test_other_sites_cannot_ask(ask: Ask) -> None:
         ({**sent, "origin": "https://evil.example"}, 403),
         ({"content-type": "text/plain"}, 403),
         ({**sent, "content-length": str(MAX_BODY + 1)}, 413),
+        ({**sent, "content-length": "9" * 5000}, 413),
+        ({**sent, "transfer-encoding": "chunked"}, 411),
         (sent, 404),
     ):
         assert client.post("/api/games/x/step", content=body, headers=headers).status_code == status

@@ -19,6 +19,7 @@ from data_gen.rows import SftRowDataset
 from envs.registry import Environments, executor_instructions_for
 from executor.build import load_frozen
 from memcompiler.collection import run_collect
+from runtime.checksums import parse_row
 from tests.training import sft_trainers
 from tests.training.backend_cases import FATES, FatedEnv, evaluated
 from tests.training.grpo_trainers import PATHWISE, Bandit, spec, trainable, trainer
@@ -175,7 +176,7 @@ def test_sft_plays_tasks_of_held_out_rows_in_their_environment_with_their_bank(r
     compiler = train_sft(config, tmp_path / "run")
     told = json.loads((tmp_path / "run" / "held_out.json").read_text())
     assert len(told["tasks"]) == 3 and len(told["played"]) == 2 and set(told["played"]) < set(told["tasks"])
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [parse_row(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "eval_success" in m] == [2, 3]
     with Environments(rows_environment_settings([rows])) as envs:
         specs = select_held_out_specs({rows: told["tasks"]}, 2, config.seed, envs)

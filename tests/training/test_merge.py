@@ -63,7 +63,12 @@ def test_a_merged_compiler_has_the_logits_and_soft_tokens_of_base_and_adapter(ru
 def test_the_folder_is_a_model_of_its_own_and_a_checkpoint(run, tmp_path):
     out = merge(run, tmp_path / "merged")
     assert checkpoint.find(out) == out and checkpoint.is_merged(out)
-    assert not list(out.rglob("adapter*")) and {p.suffix for p in out.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    assert not list(out.rglob("adapter*")) and {p.suffix for p in out.iterdir()} <= {
+        ".json",
+        ".safetensors",
+        ".jinja",
+        "",
+    }
     assert checkpoint.environments(out) == ("household",) and checkpoint.executor_inputs(out) == {"history": 7}
     assert checkpoint.run_file(out, "manifest.json") == out / "manifest.json"
     state = checkpoint.read_state(out)["merged"]

@@ -29,6 +29,7 @@ from envs.spec import ExecutorInstructions
 from executor.build import executor_rules
 from executor.hf import FrozenExecutor
 from executor.records import FULL_VIEW
+from runtime.checksums import parse_row
 from tests import tiny_models
 from tests.fakes import CountingEnv, Recorder, spec
 from tests.training.grpo_trainers import trainer
@@ -274,11 +275,11 @@ def test_grpo_plays_both_environments_and_resumes_exactly(games: Path, tmp_path:
     }
     config, whole, cut = GrpoConfig.model_validate(settings), tmp_path / "whole", tmp_path / "cut"
     train_grpo(config, whole)
-    played = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    played = [parse_row(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     assert [row["environment"] for row in played] == ["household", "household", "alfworld", "alfworld"] * 3
     tasks = {name: Manifest.read(whole / f"manifest-{name}.json") for name in ("household", "alfworld")}
     assert all(row["task"] in tasks[row["environment"]].ids for row in played)
-    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    metrics = [parse_row(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     for n, metric in enumerate(metrics):
         for name in tasks:
             won = [row["success"] for row in played[4 * n : 4 * n + 4] if row["environment"] == name]
@@ -297,5 +298,5 @@ def test_grpo_plays_both_environments_and_resumes_exactly(games: Path, tmp_path:
             train_grpo(config, cut)
     train_grpo(config, cut)
     assert checkpoint.sha256(checkpoint.find(cut)) == checkpoint.sha256(found)
-    rows = [json.loads(line) for line in (cut / "rollouts.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (cut / "rollouts.jsonl").read_text().splitlines()]
     assert rows == played

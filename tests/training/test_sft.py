@@ -121,6 +121,17 @@ def test_corrupt_checkpoints_give_clear_errors(tmp_path):
         checkpoint.find(tmp_path / "nowhere")
 
 
+def test_equal_adapters_are_equal_files(tmp_path):
+    """PEFT keeps the names of modules in a set, whose order differs between processes, and with it a file's hash."""
+    compiler = trainer(tmp_path).compiler
+    config = compiler.policy.peft_config["default"]
+    names = sorted(config.target_modules)
+    for n, order in enumerate((names, names[::-1])):
+        config.target_modules = order
+        checkpoint.save_weights(tmp_path / str(n), compiler)
+    assert len(names) > 1 and checkpoint.sha256(tmp_path / "0") == checkpoint.sha256(tmp_path / "1")
+
+
 def test_a_checkpoint_for_another_model_is_refused(tmp_path):
     list(trainer(tmp_path, max_steps=2).steps())
     other = tiny_models.memory_compiler(False)
@@ -132,7 +143,7 @@ def test_only_the_newest_checkpoints_are_kept_and_nothing_is_pickled(tmp_path):
     list(trainer(tmp_path, keep=1).steps())
     kept = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert [p.name for p in kept] == ["step-000006"]
-    assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md"}
+    assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md", ""}
 
 
 def test_executor_prompt_of_a_row_holds_n_placeholders():

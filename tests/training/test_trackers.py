@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import ConfigError, load_config
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
+from runtime.checksums import parse_row
 from tests.training import grpo_trainers, sft_trainers
 from training import trackers
 from training.grpo import train_grpo
@@ -31,7 +30,7 @@ def logged(t, run, steps) -> None:
 
 
 def assert_as_in_metrics(out, unit: str) -> None:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     shown = scalars(out)
     assert {name for row in rows for name in row} == set(shown)
     for name, values in shown.items():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from compiler import checkpoint
 from configs.training import SftConfig
 from data_gen.rows import save_rows, split_rows
+from runtime.checksums import parse_row
 from tests import tiny_models
 from tests.commands.running import kill_after, memcompiler
 from tests.training.sft_trainers import ROWS, executor, row, trainable
@@ -190,5 +191,5 @@ def test_after_kill_minus_9_a_run_that_validates_ends_as_if_nothing_had_been(tmp
         a, b = (load_file(found[run] / file) for run in found)
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     texts = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "killed")]
-    whole, killed = ([{**json.loads(line), "seconds": 0} for line in text.splitlines()] for text in texts)
+    whole, killed = ([{**parse_row(line), "seconds": 0} for line in text.splitlines()] for text in texts)
     assert whole == killed and [row["step"] for row in whole] == list(range(1, len(whole) + 1))

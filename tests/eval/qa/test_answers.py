@@ -28,6 +28,7 @@ from eval.qa.summary import to_markdown
 from lm.answer_cache import Answer
 from lm.endpoint import Endpoint
 from memory.protocol import Record, Trace
+from runtime.checksums import parse_row
 from tests.commands.running import memcompiler
 from tests.faulty_server import MODEL, FaultyServer
 from tests.memory.languages import LANGUAGES, Language
@@ -117,7 +118,7 @@ class Quoting(Echo):
 @pytest.mark.parametrize("language", LANGUAGES.values(), ids=LANGUAGES)
 def test_budgets_are_of_the_readers_own_tokens_in_any_language(language: Language, tmp_path: Path) -> None:
     results = answer_questions(asked("s3mem", 80, counted="reader"), [language.case()], Quoting(language), tmp_path)
-    rows = list(map(json.loads, (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()))
+    rows = list(map(parse_row, (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()))
     assert results["recall"] == results["overall"]["f1"]["mean"] == results["overall"]["bleu_1"]["mean"] == 1.0
     assert all(0 < row["tokens"] <= 80 for row in rows) and "budget: 80 of the reader" in to_markdown(results)
 
@@ -167,7 +168,7 @@ def test_scores_and_abstaining_look_at_answers_without_reasoning(tmp_path: Path)
     told = lambda messages: think + ("Not mentioned" if "of Bo" in messages[0]["content"] else "room4")
     with FaultyServer(answer=told) as server:
         answer_questions(asked("oracle"), cases(), EndpointReader(MODEL, Endpoint(server.config())), tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    rows = [parse_row(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert {row["answer"] for row in rows} == {"room4", "Not mentioned"}
     assert all(row["abstained"] == row["absent"] for row in rows) and sum(row["f1"] for row in rows) == 2
 
@@ -199,7 +200,7 @@ def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) ->
     before = json.loads((tmp_path / "whole" / "results.json").read_text())
     answers.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # as a kill leaves it
     after = answer_questions(asked(), cases(), again, tmp_path / "whole")
-    assert len(again.prompts) == 18 - 7 + sum(json.loads(line)["failed"] for line in lines[:7])
+    assert len(again.prompts) == 18 - 7 + sum(parse_row(line)["failed"] for line in lines[:7])
     unlike = {"usage", "broken", "broken_due"}
     assert {k: v for k, v in json.loads(json.dumps(after)).items() if k not in unlike} == {
         k: v for k, v in before.items() if k not in unlike

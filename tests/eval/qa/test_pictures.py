@@ -26,6 +26,7 @@ from memory.protocol import TokenCosts
 from memory.s3mem.rule_writer import write_units
 from memory.s3mem.system import S3Mem
 from memory.trajectory import png_bytes
+from runtime.checksums import parse_row
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import lm_backbone, vlm_backbone
 
@@ -134,7 +135,7 @@ def test_a_reader_is_shown_it_behind_its_line(case: QuestionSet, tmp_path: Path)
     [prompt] = reader.prompts
     [at] = [i for i, part in enumerate(prompt) if isinstance(part, bytes)]
     assert str(prompt[at - 1]).endswith("[photo: a red cat on a sofa]") and "Question: Which" in str(prompt[-1])
-    [row] = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    [row] = [parse_row(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
     assert row["pictures"] == 1 and row["word_tokens"] > 50
     shown = str(prompt[at - 1]).partition("Memory:\n")[2]
     rest = str(prompt[at + 1]).partition("\n\nQuestion")[0]

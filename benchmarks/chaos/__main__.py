@@ -1,0 +1,3 @@
+from benchmarks.chaos import app
+
+app()
