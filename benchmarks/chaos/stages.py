@@ -54,7 +54,7 @@ STAGES: Mapping[str, Stage] = {
     ),
     "grpo": Stage(lambda whole: _grpo(whole, "save_every=1"), trained),
     "overlapped": Stage(
-        lambda whole: _grpo(whole, "save_every=2", "overlap=true", "loss.importance_cap=2"),
+        lambda whole: _grpo(whole, "save_every=2", "max_staleness=1", "loss.importance_cap=2"),
         trained,
     ),
     "eval": Stage(_eval, evaluated),
