@@ -50,8 +50,17 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort files with many slow tests first, so that parallel runs (-n) end at about the same time."""
+    """In parallel runs (-n), sort files with many slow tests first, so that processes end at about the same time.
+
+    With `--dist loadgroup`, all tests of vLLM run in one process, where they share engines and a server, and all others
+    of a file in one.
+    """
+    if config.getoption("loadgroup", False):
+        for item in items:
+            alike = item.get_closest_marker("vllm") is not None and "ray" not in item.path.stem
+            item.add_marker(pytest.mark.xdist_group("vllm" if alike else item.nodeid.partition("::")[0]))
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])

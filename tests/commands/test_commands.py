@@ -23,7 +23,7 @@ from configs.run_folder import RunFolder
 from eval.evaluate import run_eval
 from memcompiler.cli import app
 from memcompiler.options import OneLineErrors
-from tests.commands.running import ROOT, kill_after, memcompiler
+from tests.commands.running import ROOT, kill_after, memcompiler, memcompiler_process
 
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = [
@@ -179,7 +179,8 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
     pytest.importorskip("vllm")
     played = {}
     for engine in ("hf", "vllm"):
-        done = memcompiler(
+        run = memcompiler_process if engine == "vllm" else memcompiler  # an engine ends with its process
+        done = run(
             "eval",
             "-c",
             "eval/quickstart",
@@ -198,7 +199,7 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
         steps = {f"{row['delivery']} {row['task_id']}": row["steps"] for row in rows}  # engines end them in any order
         played[engine] = {name: [(s["emission_text"], s["action"]) for s in row] for name, row in steps.items()}
     assert played["hf"] == played["vllm"] and len(played["hf"]) == 8
-    done = memcompiler(
+    done = memcompiler_process(
         "train",
         "grpo",
         "-c",
@@ -222,7 +223,7 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
 
 def test_help_answers_at_once():
     started = time.perf_counter()
-    assert memcompiler("--help").returncode == 0
+    assert memcompiler_process("--help").returncode == 0
     assert time.perf_counter() - started < 10  # far below a torch import under load; typically 0.3 s
     assert loaded("torch", by="memcompiler.cli") == "False"
 

@@ -188,7 +188,6 @@ def test_two_writers_lose_nothing(system: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_kill_9_between_and_inside_commits(system: str, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.memory.test_contract import opened, trace\n"
