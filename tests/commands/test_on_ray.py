@@ -117,8 +117,8 @@ def local(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_two_nodes_collect_and_evaluate_as_a_single_process_does_with_a_worker_killed_as_well(tmp_path, local):
-    """Evaluations byte for byte where each episode is alone in its batch; side by side, sums differ in their last digits
-    at most, which no greedy choice and no number of this evaluation shows."""
+    """Evaluations byte for byte where each episode is alone in its batch; side by side, sums differ in their last
+    digits at most, which no greedy choice and no number of this evaluation shows."""
     with ray_nodes(1, 1):
         before = signal.getsignal(signal.SIGTERM)
         done = meanwhile(tmp_path / "killed", 4, lambda: os.kill(until(workers)[0], signal.SIGKILL))
