@@ -69,7 +69,7 @@ class Replay:
 
 # Settings that no replay reads: chains and evaluations that differ in these alone share their replays.
 UNREAD: Any = {
-    **dict.fromkeys(("rows", "env", "memory", "leakage", "parts", "checkpoint"), True),
+    **dict.fromkeys(("rows", "env", "memory", "leakage", "parts", "checkpoint", "backend", "overlap"), True),
     "compiler": {"checkpoint": True},
 }
 
