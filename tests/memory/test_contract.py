@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -194,8 +193,8 @@ def test_kill_9_between_and_inside_commits(system: str, tmp_path: Path) -> None:
         "memory = opened(sys.argv[1], Path(sys.argv[2]))\n"
         "for i in range(10_000): memory.commit([[trace(2 * i)], [trace(2 * i + 1)]]); print(i, flush=True)"
     )
-    for attempt, wait in itertools.product(range(2), (0.0, 0.03)):
-        path = tmp_path / f"{attempt}-{wait}"
+    for wait in (0.0, 0.03):
+        path = tmp_path / str(wait)
         with subprocess.Popen(
             [sys.executable, "-c", code, system, str(path)], stdout=subprocess.PIPE, text=True
         ) as child:
