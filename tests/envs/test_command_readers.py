@@ -269,7 +269,7 @@ def test_the_state_of_scienceworld() -> None:
             answers.append((room, carried))
             return Truth(frozenset(), (), {})
 
-        walks.append((walk(start, step, commands, truth, find("scienceworld").refusals, rng, 50), answers))
+        walks.append((walk(start, step, commands, truth, find("scienceworld").refusals, rng, 60), answers))
     env.close()
     assert scienceworld_mistakes(find("scienceworld").reader, walks) == 0
     assert scienceworld_mistakes(find("household").reader, walks) > 50
