@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch or a hub client. One thread: the same sums on every machine, and tiny models gain
 # nothing from more. Offline: a test that needs the network is wrong, and should fail here as it would elsewhere.
@@ -50,17 +51,24 @@ def shared_data() -> Path:
     return folder
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In parallel runs (-n), sort files with many slow tests first, so that processes end at about the same time.
-
-    With `--dist loadgroup`, all tests of vLLM run in one process, where they share engines and a server, and all others
-    of a file in one.
-    """
-    if config.getoption("loadgroup", False):
-        for item in items:
-            alike = item.get_closest_marker("vllm") is not None and "ray" not in item.path.stem
-            item.add_marker(pytest.mark.xdist_group("vllm" if alike else item.nodeid.partition("::")[0]))
+    """Sort files with many slow tests first, so that parallel runs (-n) end at about the same time."""
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In a parallel run of `-m alone`, run the files that share `tests.vllm_engines` in one process."""
+    if (config.option.dist, config.option.markexpr) != ("loadfile", "alone"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            shares = "vllm_engines" in (REPOSITORY / file).read_text(encoding="utf-8") and "ray" not in file
+            return "vllm" if shares else file
+
+    return Scheduling(config, log)
