@@ -176,7 +176,7 @@ def test_rows_of_a_small_collection_hold_all_four_emission_kinds(env, tmp_path) 
     tasks = env.tasks("train")
     chosen = [[task for task in tasks if task.kind == kind] for kind in ("find-animal", "lifespan-shortest-lived")]
     collect_experience(lambda: env, [task for of in chosen for task in of[:2]], bank, teacher, round_size=1)
-    specs = episode_specs([task for of in chosen for task in of[2:3]], bank, 4)
+    specs = episode_specs([task for of in chosen for task in of[2:4]], bank, 4)
     delivery = Delivery("teacher", "compiled", teacher, soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), EpisodeLimits(40), 1)
     assert all(episode.success for episode in episodes)
