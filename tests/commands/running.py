@@ -25,6 +25,8 @@ def memcompiler(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Com
         for name, value in env.items():
             patch.setenv(name, value)
         result = CliRunner().invoke(app, list(arguments))
+    if result.exit_code == 130:  # Ctrl-C ends the command, and the tests, too
+        raise KeyboardInterrupt
     crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
     trace = "".join(traceback.format_exception(result.exception)) if crashed else ""
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr + trace)
