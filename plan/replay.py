@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 from transformers import DynamicCache
 
@@ -66,13 +67,21 @@ class Replay:
         return self.held.total()
 
 
-def cached_by_repr(function: Callable[P, Replay]) -> Callable[P, Replay]:
-    """Cache results by the arguments' repr, because settings are not hashable."""
+# Settings that no replay reads: chains and evaluations that differ in these alone share their replays.
+UNREAD: Any = {
+    **dict.fromkeys(("rows", "env", "memory", "leakage", "parts", "checkpoint", "backend", "max_staleness"), True),
+    "compiler": {"checkpoint": True},
+}
+
+
+def cached_by_settings(function: Callable[P, Replay]) -> Callable[P, Replay]:
+    """Cache results by the arguments' repr, because settings are not hashable; without what no replay reads."""
     cache: dict[str, Replay] = {}
+    key_of = lambda given: repr(given.model_dump(exclude=UNREAD) if isinstance(given, BaseModel) else given)
 
     @functools.wraps(function)
     def cached(*args: P.args, **kwargs: P.kwargs) -> Replay:
-        key = repr((args, kwargs))
+        key = repr(([key_of(given) for given in args], {name: key_of(given) for name, given in kwargs.items()}))
         if key not in cache:
             cache[key] = function(*args, **kwargs)
         return cache[key]
@@ -80,7 +89,7 @@ def cached_by_repr(function: Callable[P, Replay]) -> Callable[P, Replay]:
     return cached
 
 
-@cached_by_repr
+@cached_by_settings
 def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True) -> Replay:
     """Run loss and backward pass of a micro-batch of `rows`, with gradients and moments allocated."""
     ledger = Ledger(gpu)
@@ -109,7 +118,7 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
     return replace(replay, read=tokens_per_row(compiler, examples, sharing))
 
 
-@cached_by_repr
+@cached_by_settings
 def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = True) -> Replay:
     """Run GRPO's update on a micro-batch of `rows` samples; with a pathwise gradient, through the executor."""
     ledger, pathwise = Ledger(gpu), config.loss.latent_gradient == "pathwise"
@@ -129,7 +138,7 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     return replace(replay, read=tokens_per_row(compiler, samples, trainer.sharing))
 
 
-@cached_by_repr
+@cached_by_settings
 def replay_compile(config: CompilerConfig, width: int, lengths: Lengths, rows: int) -> Replay:
     """Compile `rows` requests: prefill, one token of the emission, and the memory tokens. Further tokens add to the
     cache only, which counts as `kv_cache` at its full length."""
@@ -144,7 +153,7 @@ def replay_compile(config: CompilerConfig, width: int, lengths: Lengths, rows: i
     return _with_cache(_replayed(ledger, flops, compiler, None), compiler.backbone, rows=rows, read=read, full=full)
 
 
-@cached_by_repr
+@cached_by_settings
 def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
     """Act on `rows` prompts: score all candidates, or prefill and generate."""
     ledger = Ledger()

@@ -13,6 +13,7 @@ import pytest
 
 from runtime.http import free_port, responds
 from runtime.processes import ChildProcess
+from tests.commands.running import memcompiler
 
 PAGE_BYTES = 12_000
 # Settings that make a command of README small; the command itself is README's.
@@ -67,15 +68,14 @@ def test_the_commands_of_readme_run_as_they_are_written(readme: str, repository:
     for line in block.strip().splitlines():
         program, *arguments = shlex.split(line, comments=True)
         assert program == ".venv/bin/memcompiler"
-        command = [sys.executable, "-m", "memcompiler", *arguments]
         if arguments[0] == "serve":
             port = free_port()
-            command += ["--port", str(port)]
+            command = [sys.executable, "-m", "memcompiler", *arguments, "--port", str(port)]
             with ChildProcess(command, cwd=tmp_path, env=env, output=tmp_path / "log") as server:
                 server.wait_until_ready(lambda: responds(f"http://127.0.0.1:{port}/health"), 120)  # noqa: B023
             continue
         small = SMALL[" ".join(arguments[: 2 if arguments[0] == "train" else 1])]
-        done = subprocess.run([*command, *small], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = memcompiler(*arguments, *small, cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     assert (tmp_path / "out" / "eval" / "results.json").exists()
 

@@ -23,6 +23,7 @@ from envs.scienceworld.environment import start_java
 from envs.spec import NotInstalled, Probe
 from memcompiler import doctor
 from memcompiler.doctor import Check, all_probes, iter_checks, run_doctor, run_probe
+from tests.commands.running import memcompiler
 
 # Functions of this module, not closures: they travel to the doctor's worker process.
 
@@ -307,9 +308,7 @@ def test_shipped_models_are_restored_from_git_where_they_are_committed(monkeypat
 
 
 @pytest.mark.slow
-def test_the_core_works_here(repository: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "memcompiler", "doctor"], cwd=repository, capture_output=True, text=True
-    )
+def test_the_core_works_here():
+    done = memcompiler("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The core works." in done.stdout

@@ -1,4 +1,4 @@
-"""Run commands in separate processes, to their end or until a kill."""
+"""Run commands: in this process, in one of their own, or in one until a kill."""
 
 from __future__ import annotations
 
@@ -7,12 +7,33 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memcompiler.cli import app
 
 ROOT = Path(__file__).parents[2]
 
 
-def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+def memcompiler(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, because a new one takes seconds to import torch and transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        for name, value in env.items():
+            patch.setenv(name, value)
+        result = CliRunner().invoke(app, list(arguments))
+    if result.exit_code == 130:  # Ctrl-C ends the command, and the tests, too
+        raise KeyboardInterrupt
+    crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
+    trace = "".join(traceback.format_exception(result.exception)) if crashed else ""
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr + trace)
+
+
+def memcompiler_process(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "memcompiler", *arguments],
         cwd=ROOT,

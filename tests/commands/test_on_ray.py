@@ -117,14 +117,21 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_killed_as_well(tmp_path, local):
+def test_two_nodes_collect_and_evaluate_as_a_single_process_does_with_a_worker_killed_as_well(tmp_path, local):
+    """Evaluations byte for byte where each episode is alone in its batch; side by side, sums differ in their last
+    digits at most, which no greedy choice and no number of this evaluation shows."""
     with ray_nodes(1, 1):
         before = signal.getsignal(signal.SIGTERM)
-        assert_same_collection(collect(tmp_path / "whole", *ON_RAY), local)
-        assert signal.getsignal(signal.SIGTERM) == before
         done = meanwhile(tmp_path / "killed", 4, lambda: os.kill(until(workers)[0], signal.SIGKILL))
         assert_same_collection(collect(tmp_path / "killed", *ON_RAY), local)
         done()
+        assert signal.getsignal(signal.SIGTERM) == before
+        for name, settings in {"alone": {"concurrency": 1}, "beside": {"concurrency": 3}}.items():
+            here = evaluate(tmp_path / f"{name}-here", **settings)
+            there = evaluate(tmp_path / f"{name}-there", cluster="ray", ray={"batch_size": 3}, **settings)
+            assert sorted(record(here)) == sorted(record(there))
+            numbers = [json.loads((out / "results.json").read_text()) for out in (here, there)]
+            assert without_clocks(numbers[0]) == without_clocks(numbers[1])
 
 
 @pytest.mark.slow
@@ -181,20 +188,6 @@ def test_a_job_that_is_submitted_collects_what_a_single_process_does(tmp_path, l
         done = until(answered, 120, 1)
         assert done.returncode == 0 and "48 of 48 teacher episodes" in done.stdout, done.stdout[-2000:] + done.stderr
     assert_same_collection(out, local)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_evaluation_on_two_nodes_gives_the_records_and_numbers_of_a_single_process(tmp_path):
-    """Byte for byte where each episode is alone in its batch; side by side, sums differ in their last digits at most,
-    which no greedy choice and no number of this evaluation shows."""
-    with ray_nodes(1, 1):
-        for name, settings in {"alone": {"concurrency": 1}, "beside": {"concurrency": 3}}.items():
-            here = evaluate(tmp_path / f"{name}-here", **settings)
-            there = evaluate(tmp_path / f"{name}-there", cluster="ray", ray={"batch_size": 3}, **settings)
-            assert sorted(record(here)) == sorted(record(there))
-            numbers = [json.loads((out / "results.json").read_text()) for out in (here, there)]
-            assert without_clocks(numbers[0]) == without_clocks(numbers[1])
 
 
 # -- what needs no Ray -------------------------------------------------------------------------------------------------

@@ -218,7 +218,6 @@ def kill_once(mark: Path, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.alfworld
 def test_killed_in_every_stage_it_continues_to_the_same_result(alfworld: tuple[Path, Path], tmp_path: Path) -> None:
     chain, whole = alfworld

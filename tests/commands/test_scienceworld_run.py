@@ -68,6 +68,7 @@ def test_agentsquare_s_variations_are_evaluated_with_nothing_by_hand(tmp_path: P
         "executor.max_new_tokens": 8,
     }
     asked = ["deliveries=[none, expert_compiler]", "limit=1", "max_steps=2", "memory.experience_limit=1"]
+    asked += ["env.kinds=[find-animal]", "env.workers=1"]  # the first type, boil, takes long to plan
     overrides = [f"{key}={value}" for key, value in small.items()]
     made = run_eval(load_config(EvalConfig, "eval/scienceworld-agentsquare", [*overrides, *asked]), tmp_path / "eval")
     assert set(made["results"]) == {"none", "expert_compiler"} and (tmp_path / "eval" / "bank").is_symlink()

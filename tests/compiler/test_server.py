@@ -654,7 +654,6 @@ def test_the_page_shows_what_the_service_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -> None:
     from compiler import checkpoint
     from compiler.build import load_compiler

@@ -42,6 +42,7 @@ from memory.trajectory import goal_with_scene
 from runtime.checksums import parse_row
 from runtime.store import JsonLines
 from tests import vllm_engines
+from tests.commands.running import memcompiler
 from tests.faulty_server import FaultyServer, hashed
 from training.grpo_tasks import training_specs
 
@@ -403,7 +404,6 @@ def test_it_may_start_from_another_bank(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_kill_9_at_a_random_moment_and_resume(whole, tmp_path):
     """The same command again: each task once, the same records as without a kill, and only requests that were in flight
     are asked a second time."""
@@ -417,7 +417,7 @@ def test_kill_9_at_a_random_moment_and_resume(whole, tmp_path):
         assert reached.wait(200), "the server was not asked so often"
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        done = memcompiler(*command[3:])
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         asked = server.requests
     assert records(out) == records(whole)
@@ -431,7 +431,6 @@ EXPERT = ["env.scenes={train: 24, test: 1}", "limit=48", "concurrency=4"]
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_kill_9_of_the_expert_teacher_and_resume(tmp_path):
     """The same command again: the same records, rows and bank as without a kill, and no recorded task played again."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -450,7 +449,7 @@ def test_kill_9_of_the_expert_teacher_and_resume(tmp_path):
     before = records(killed, whole_lines=True)
     print("killed after", len(before), "episodes")
     assert 8 <= len(before) < 48 and not (killed / "collect.json").exists()
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    done = memcompiler(*command[3:])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "resumed at task" in done.stdout
     assert records(killed) == records(whole) and records(killed)[: len(before)] == before

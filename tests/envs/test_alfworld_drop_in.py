@@ -138,11 +138,10 @@ def test_the_expert_and_the_shuffled_names_are_the_originals(games: Path, textwo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 11])
-def test_real_games_are_the_originals(shared_data: Path, textworld: None, seed: int) -> None:
+def test_real_games_are_the_originals(shared_data: Path, textworld: None) -> None:
     """Without the tasks of two objects, where the original's expert depends on the order of a hash set."""
     real = config(shared_data / "alfworld" / "json_2.1.1" / "valid_seen", "dagger", task_types=[1, 2, 3, 4, 5])
-    log = compare(real, "train", batch=1, episodes=4, seed=seed)
+    log = compare(real, "train", batch=1, episodes=4, seed=11)
     assert any(infos["won"][0] for *_, infos in log)
 
 

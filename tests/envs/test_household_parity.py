@@ -35,8 +35,8 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 def test_no_differences_over_a_sample_of_every_task_type(games: Path) -> None:
-    code, lines = run("parity", "--games", str(games), "--steps", "1800", "--per-game", "150", "--seed", "11")
-    assert code == 0 and lines[-1] == "differences: 0 in 1800 steps", lines[-10:]
+    code, lines = run("parity", "--games", str(games), "--steps", "900", "--per-game", "150", "--seed", "11")
+    assert code == 0 and lines[-1] == "differences: 0 in 900 steps", lines[-10:]
     assert all(kind in lines[-3] for kind in ("look_at", "simple", "clean", "heat", "cool", "two")), lines[-3]
     assert "(refused)" in lines[-2]
 

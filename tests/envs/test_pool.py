@@ -425,7 +425,6 @@ def test_nothing_survives_the_parent(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # imports torch anew
-@pytest.mark.alone
 def test_ctrl_c_ends_a_run_at_once() -> None:
     parent, workers = start(LOOP)
     time.sleep(0.3)  # into the steps, which would take a minute

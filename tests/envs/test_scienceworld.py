@@ -23,7 +23,7 @@ from envs.scienceworld.agentsquare import VARIATIONS
 from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, all_kinds, file_tasks, make_task
 from envs.scienceworld.simulator import java_path
 
-pytestmark = [pytest.mark.scienceworld, pytest.mark.alone]  # Java that dies, stops and is timed
+pytestmark = [pytest.mark.scienceworld, pytest.mark.seconds]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY.parent / "shared" / "data" / "scienceworld" / "agentsquare_sample.jsonl"

@@ -1,4 +1,4 @@
-"""Two thousand episodes while workers are killed and stopped: every job comes back, and nothing is left behind."""
+"""A thousand episodes while workers are killed and stopped: every job comes back, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOMES = WorkerSpec(
     "envs.household.environment:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False}
 )
 LIMITS = PoolLimits(beat_s=0.2, unresponsive_s=4.0, restarts=1000)
-ROUNDS, JOBS = 8, 250
+ROUNDS, JOBS = 4, 250
 EVERY = 40
 
 
@@ -78,7 +78,7 @@ def resident_mib() -> float:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see memory and processes")
-def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
+def test_a_thousand_episodes_survive_a_saboteur(capsys) -> None:
     reasons: Counter[str] = Counter()
     with EnvironmentPool(HOMES, 4, LIMITS) as pool:
         with contextlib.closing(pool.lease()) as env:
@@ -115,5 +115,5 @@ def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
     failed = reasons["environment_failure"]
     assert 0 < failed <= counters.lost <= hits.total() and reasons.total() - failed > 0.9 * ROUNDS * JOBS
     assert set(counters.failures) == {"silent", "died"} and hits["SIGSTOP"] > 0
-    assert resident[-1] - resident[1] < 64
+    assert resident[-1] - resident[1] < 32
     assert not any(alive(pid) for pid in ever | saboteur.pids.keys())

@@ -7,10 +7,7 @@ import contextlib
 import http.server
 import io
 import json
-import os
 import shlex
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +34,7 @@ from memcompiler.cli import app
 from runtime.errors import StopReason
 from runtime.http import RemoteError
 from tests import chats, command_sets, vllm_engines
+from tests.commands.running import memcompiler
 from tests.fakes import CountingEnv, Recorder, spec
 
 ROOT = Path(__file__).parents[2]
@@ -228,20 +226,9 @@ def test_settings_say_what_is_missing() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def serve(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "memcompiler", "serve", *arguments]
-
-
-@pytest.mark.slow
 def test_the_command_is_printed() -> None:
-    done = subprocess.run(
-        serve("executor", "--model", "some/model", "--port", "8011", "--dry-run", "--", "--max-model-len", "64"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, EXECUTOR_KEY: "k1"},
-    )
+    port = ["--port", "8011", "--dry-run", "--", "--max-model-len", "64"]
+    done = memcompiler("serve", "executor", "--model", "some/model", *port, **{EXECUTOR_KEY: "k1"})
     assert done.returncode == 0, done.stderr
     command = shlex.split(done.stdout)
     assert "some/model" in command and command[-2:] == ["--max-model-len", "64"]

@@ -159,7 +159,6 @@ for i in range(int(sys.argv[2]), 10**6):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_kill_9_between_and_within_appends(tmp_path: Path):
     path, start = tmp_path / "bank", 0
     root = Path(__file__).resolve().parents[2]
@@ -194,7 +193,6 @@ def open_and_write(folder: Path, number: int, rounds: int, together: Any, said: 
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_processes_that_begin_one_bank_at_the_same_moment_all_get_it(tmp_path: Path):
     processes, rounds = 3, 8
     context = multiprocessing.get_context("spawn")
@@ -255,7 +253,6 @@ def test_a_version_that_does_not_exist(bank: MemoryBank, version: int):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_many_small_writes_are_merged_and_no_version_is_lost(bank: MemoryBank):
     versions = []
     for i in range(CROWDED + 3):

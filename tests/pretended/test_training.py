@@ -36,7 +36,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_losses_and_their_gradients_are_the_cpu_s(
     vlm: bool, latents: tuple[str, ...], recompute: bool, tmp_path: Path
 ) -> None:
-    for latent in latents:
+    for latent in latents[:1] if recompute else latents:
         found = []
         for device in DEVICES:
             made = sft_trainers.trainer(

@@ -180,7 +180,6 @@ def test_both_sides_agree_until_a_weight_is_changed_on_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_sft_takes_the_memory_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import sft
 
@@ -222,7 +221,6 @@ def test_a_compiled_step_is_what_its_parts_take() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_an_update_takes_the_memory_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import update
 
@@ -238,7 +236,6 @@ def test_an_update_takes_the_memory_that_the_plan_says(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_training_run_says_how_fast_and_what_it_learns() -> None:
     from benchmarks.gpu import learning
 
@@ -256,7 +253,6 @@ def test_what_cannot_be_measured_here_starts_no_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import fsdp
     from training.backend import Fsdp
@@ -270,7 +266,6 @@ def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("gib", "name"), [(79.2, "Qwen2.5-VL-7B-Instruct and Qwen2.5-14B-Instruct"), (4.0, "SmolLM2-135M-Instruct twice")]
 )
@@ -311,7 +306,6 @@ WANTED = ("trl", "deepspeed", "datasets", "lancedb", "openai", "scipy", "sklearn
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_no_part_needs_more_than_the_script_asks_for() -> None:
     """All modules are imported where the other packages are not there."""
     modules = sorted({one.runs.partition(":")[0] for one in PARTS})

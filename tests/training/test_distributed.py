@@ -129,15 +129,9 @@ def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole_and_those_of_held_out_tasks(tmp_path):
-    done = torchrun(tmp_path, "replicated", "shared,evaluated")
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_accelerate_launch_is_torchrun(alone, tmp_path):
-    done = torchrun(tmp_path, "replicated", "sft,shared", ACCELERATE)
+def test_accelerate_launch_is_torchrun_and_ranks_share_out_the_episodes_of_a_task_and_of_held_out_ones(alone, tmp_path):
+    """The group of a task that two ranks play is whole."""
+    done = torchrun(tmp_path, "replicated", "sft,shared,evaluated", ACCELERATE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same(steps(alone, 3), steps(tmp_path / "replicated", 3))
 

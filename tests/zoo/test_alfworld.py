@@ -7,6 +7,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -586,6 +587,8 @@ def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, mon
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")
         assert not load_backbone(tmp_path / name, torch.float32, "cpu").is_vlm
+    monkeypatch.setattr(play, "run_games", partial(play.run_games, steps=15))  # instead of 50: untrained, they lose
+    monkeypatch.setattr(gate, "TOKENS", 16)
     shares = gate.executor_gates(str(tmp_path / "executor"), work, "train", 1)
     assert {share.n for share in shares if "solved" in share.name} == {1} and not all(s.passed for s in shares)
     asked = {share.name: share for share in shares}  # pasted memory has to be worth what guidance is

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -321,7 +319,7 @@ class CatReader(Echo):
 
 
 @pytest.mark.slow
-def test_the_commands_take_the_memory_s_models(tmp_path: Path, repository: Path) -> None:
+def test_the_commands_take_the_memory_s_models(tmp_path: Path) -> None:
     """Cached in OUT: the second run asks for nothing. A server that refuses ends in one line."""
     data = locomo_file(tmp_path)
     with FaultyServer(vector=meaning) as server:
@@ -354,20 +352,9 @@ def locomo_file(folder: Path) -> Path:
 
 
 @pytest.mark.seconds
-def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
+def test_recall_ends_with_its_line(tmp_path: Path) -> None:
     data = locomo_file(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "memcompiler",
-        "bench",
-        "memory",
-        "recall",
-        "--data",
-        str(data),
-        "--tokens",
-        "20,1000",
-    ]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository, timeout=300)
+    told = memcompiler("bench", "memory", "recall", "--data", str(data), "--tokens", "20,1000")
+    assert told.returncode == 0, told.stderr
     assert told.stdout.strip().splitlines()[-1] == "recall@1000: 100.0"
     assert "| single-hop | 8 |" in told.stdout
