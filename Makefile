@@ -52,13 +52,14 @@ alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA;
 
 test: $(TEST) $(OPENENV) $(MEM0) test-beside test-alone  ## install missing packages, then run all tests
 
-# Two test files at a time, those with the most slow tests first; then tests that start engines, nodes or ranks, those
-# that share vLLM's engines in one process. If ARGS selects tests of one half, the other has none (status 5).
+# Two test files at a time, those with the most slow tests first; then, one after another, tests that start engines,
+# nodes or ranks: two of them may need more memory than there is. If ARGS selects tests of one half, the other has none
+# (status 5).
 test-beside: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 test-alone: $(TEST) $(OPENENV) $(MEM0)
-	.venv/bin/pytest -m alone -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 # For a check after every change: no tests that need an engine or take more than two seconds.
 test-fast: $(FAST)  ## install core and test tools, then run the fast tests without engines (minutes)

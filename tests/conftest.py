@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 # Before anything imports torch or a hub client. One thread: the same sums on every machine, and tiny models gain
 # nothing from more. Offline: a test that needs the network is wrong, and should fail here as it would elsewhere.
@@ -56,19 +55,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """In a parallel run of `-m alone`, run the files that share `tests.vllm_engines` in one process."""
-    if (config.option.dist, config.option.markexpr) != ("loadfile", "alone"):
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            shares = "vllm_engines" in (REPOSITORY / file).read_text(encoding="utf-8") and "ray" not in file
-            return "vllm" if shares else file
-
-    return Scheduling(config, log)

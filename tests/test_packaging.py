@@ -156,7 +156,7 @@ def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_m
     ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
     both = [
         "pytest -m not alone -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -x tests/soft_mem",
-        "pytest -m alone -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -x tests/soft_mem",
+        "pytest -m alone --durations=25 -x tests/soft_mem",
     ]
     assert ran == both[:halves] and (done.returncode != 0) == (status == 1)
 
