@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from envs.registry import DEFAULT, known
-from runtime.checksums import RecordError, check_content
+from runtime.checksums import RecordError, read_checked
 from runtime.settings import did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent
@@ -119,8 +119,7 @@ def read_yaml(path: Path) -> Tree:
     """Read a YAML file as plain data, with unresolved references. Raises: ConfigError, with the line, or for another
     checksum than its folder records."""
     try:
-        check_content(path, raw := path.read_bytes())
-        loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(raw))))
+        loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(read_checked(path)))))
         data = OmegaConf.to_container(loaded, resolve=False)
     except OSError as error:  # OmegaConf raises one without strerror for a bare number
         raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None

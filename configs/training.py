@@ -368,9 +368,8 @@ class GrpoConfig(Settings):
     """lockstep: episodes wait for each other at every step, so that their batches, and the last digits, do not depend
     on timing. continuous: none waits. auto: continuous where every engine in use is vLLM or is reached over HTTP."""
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum number of updates between the weights that play episodes and those that learn from them: rollouts run so
-    many updates ahead, except across a checkpoint. 0: rollouts and updates take turns. Above 0 it needs
-    loss.importance_cap."""
+    """Play episodes up to this number of updates before they are learned from, except across a checkpoint. 0: rollouts
+    and updates take turns. Above 0 it needs loss.importance_cap."""
     seed: Seed = 0
     """Seed of sampling and of the order of tasks; scenes have `env.seed`."""
     save_every: int = Field(default=10, ge=1)

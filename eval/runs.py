@@ -13,7 +13,7 @@ from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
 from eval.table import to_markdown
 from runtime.attempts import ATTEMPTS, RetriedResults
-from runtime.checksums import check_content
+from runtime.checksums import read_checked
 from runtime.parsing import parse_json
 from runtime.store import JsonLines, RecordError, to_json
 
@@ -75,12 +75,9 @@ def read_results(run: Path) -> dict[str, Any]:
     path = run / RESULTS
     if not path.is_file():
         raise ValueError(f"{path} does not exist: evaluate first (memcompiler eval -c CONFIG --out {run})")
+    data = read_checked(path)
     try:
-        data = path.read_bytes()
-        check_content(path, data)
         results = parse_json(data)
-    except RecordError:
-        raise
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): evaluate again") from error
     if not isinstance(results, dict) or not results.get("results"):

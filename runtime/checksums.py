@@ -122,11 +122,13 @@ def check_file(folder: Path, name: str, digests: Sequence[str]) -> None:
         raise _changed(folder / name)
 
 
-def check_content(path: Path, data: bytes) -> None:
-    """Compare a file's content with its checksum, if it has one. Raises: RecordError."""
+def read_checked(path: Path) -> bytes:
+    """Read a file and compare it with its checksum, if it has one. Raises: RecordError."""
+    data = path.read_bytes()
     digests = sums(path.parent).get(path.name)
     if digests is not None and hashlib.sha256(data).hexdigest() not in digests:
         raise _changed(path)
+    return data
 
 
 def _changed(path: Path) -> RecordError:

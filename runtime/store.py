@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.checksums import NO_LOCKS, RecordError, check_content, parse_row, record_content, row_line
+from runtime.checksums import NO_LOCKS, RecordError, parse_row, read_checked, record_content, row_line
 from runtime.parsing import parse_json
 
 TEMPORARY = ".tmp"  # suffix of unfinished files, whose names begin with a dot
@@ -125,12 +125,9 @@ class JsonLines:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises: RecordError, for other contents; OSError, without a file."""
+    data = read_checked(path)
     try:
-        data = path.read_bytes()
-        check_content(path, data)
         value = parse_json(data.decode("utf-8"))
-    except RecordError:
-        raise
     except ValueError as error:
         raise RecordError(f"{path} is damaged ({error}): restore the file, or use another folder") from error
     if not isinstance(value, dict):

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from benchmarks.chaos.facts import Facts, numbered, without_clocks
+from benchmarks.serving.load import compile_bodies
 from benchmarks.serving.scripted import Script, read_script
-from compiler.client import CompileBody, SamplingBody
 from configs.models import COMPILER_KEY
 from runtime.http import RemoteServer
 from runtime.store import to_json
@@ -29,8 +29,7 @@ AGAIN = (429, 502, 503)  # statuses that ask for a retry
 def compile_all(url: str) -> Facts:
     """Ask the compiler service for the steps of some episodes, one after the other; return its answers."""
     server, script = RemoteServer(url, COMPILER_KEY, "memcompiler serve compiler", ANSWERED_S), _script()
-    requests = [each for n in range(EPISODES) for each in script.compile_requests(script.spec(n), STEPS)]
-    bodies = [CompileBody.of(request, SamplingBody(), ("mu",)) for request in requests]
+    bodies = [body for n in range(EPISODES) for body in compile_bodies(script, script.spec(n), STEPS)]
     return {f"answer {n}": to_json(without_clocks(server.post_all("/compile", [b])[0])) for n, b in enumerate(bodies)}
 
 

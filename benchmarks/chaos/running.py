@@ -129,7 +129,8 @@ class Run:
 
 
 def undisturbed(names: Sequence[str], whole: Path) -> Iterator[tuple[str, float, Facts]]:
-    """Run stages once, those that others read first; yield name, seconds and facts."""
+    """Run each stage once without a kill, beginning with those whose results others read; yield its name, seconds and
+    facts."""
     for name in STAGES:
         if name in names or (name in READ and set(names) - {"collect"}):
             run = Run(STAGES[name], whole, whole / name)

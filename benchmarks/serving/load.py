@@ -101,7 +101,7 @@ def measure_load(
         with contextlib.nullcontext((url, None)) if url else service() as (at, pid):
             asyncio.run(load(at, script, 1, 0.0))  # warm-up
             measured = [asyncio.run(load(at, script, number, seconds, bad, pid)) for number in numbers]
-        typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured), *told(measured, bad)]))
+        typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured), *details(measured, bad)]))
         results += measured
         lost += bad.lost
     lost += [reason for result in results for reason in result.lost]
@@ -173,7 +173,8 @@ async def load(
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
         before, started = await _compile_counts(client), time.perf_counter()
         beside = asyncio.gather(
-            (bad or BadClients()).run(url, _bodies(script, script.spec(clients)), until), _measure(result, pid, until)
+            (bad or BadClients()).run(url, compile_bodies(script, script.spec(clients), STEPS), until),
+            _measure(result, pid, until),
         )
         await asyncio.gather(
             *(_run_client(client, script.spec(i), script=script, until=until, result=result) for i in range(clients))
@@ -192,14 +193,15 @@ async def _measure(result: LoadResult, pid: int | None, until: float) -> None:
         await asyncio.sleep(1.0)
 
 
-def _bodies(script: Script, spec: EpisodeSpec) -> list[Any]:
-    return [CompileBody.of(request, SamplingBody(), ("mu",)) for request in script.compile_requests(spec, STEPS)]
+def compile_bodies(script: Script, spec: EpisodeSpec, steps: int) -> list[Any]:
+    """Return the compile requests of a scripted episode as bodies for the service."""
+    return [CompileBody.of(request, SamplingBody(), ("mu",)) for request in script.compile_requests(spec, steps)]
 
 
 async def _run_client(
     client: httpx.AsyncClient, spec: EpisodeSpec, script: Script, until: float, result: LoadResult
 ) -> None:
-    bodies, turn = _bodies(script, spec), 0
+    bodies, turn = compile_bodies(script, spec, STEPS), 0
     while turn == 0 or time.perf_counter() < until:
         await _send(client, bodies[turn % len(bodies)], result, f"{spec.task.id}, {turn % len(bodies)}")
         turn += 1
@@ -232,7 +234,7 @@ async def _compile_counts(client: httpx.AsyncClient) -> tuple[float, float]:
     return compilations, batches
 
 
-def told(results: Sequence[LoadResult], bad: BadClients) -> list[str]:
+def details(results: Sequence[LoadResult], bad: BadClients) -> list[str]:
     """Return what the bad clients did, and the sizes of the service."""
     did = [f"beside them: {', '.join(f'{n} {what}' for what, n in sorted(bad.did.items()))}"] if bad.did else []
     rows = [result.sizes.row(f"service, {result.clients} clients") for result in results if result.sizes.done]

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="the service needs the extra serve")
 from benchmarks.serving import bad_clients
 from benchmarks.serving import load as module
 from benchmarks.serving.bad_clients import BadClients
-from benchmarks.serving.load import MODEL, STEPS, LoadResult, load, table, told
+from benchmarks.serving.load import MODEL, STEPS, LoadResult, details, load, table
 from benchmarks.serving.scripted import Script, ScriptedStep
 from compiler.brief_state import render_brief_state
 from compiler.language import Emission, render
@@ -82,7 +82,7 @@ def test_clients_are_answered_beside_bad_ones(monkeypatch: pytest.MonkeyPatch) -
     assert len(result.latencies) >= 2 and not result.lost and not bad.lost and not result.different
     assert bad.did["slow requests answered"] >= 2 and bad.did["half-open connections"] == 2
     assert bad.did["cancelled requests"] > 2 and result.sizes.mib
-    assert len(told([result], bad)) == 5 and told([LoadResult(1)], BadClients()) == []
+    assert len(details([result], bad)) == 5 and details([LoadResult(1)], BadClients()) == []
 
 
 def test_another_answer_to_the_same_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -118,6 +118,31 @@ def flips(path: Path, n: int) -> Iterable[bytes]:
         yield raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :]
 
 
+def cuts(path: Path) -> Iterable[bytes]:
+    """Contents of the file cut at its beginning, middle and last byte."""
+    raw = path.read_bytes()
+    return [raw[:size] for size in (0, len(raw) // 2, len(raw) - 1)]
+
+
+class Damage(NamedTuple):
+    """What is read of a file with other contents."""
+
+    path: Path
+    before: bytes
+    damaged: bytes
+    found: Any
+
+
+def damaging(read: Reader, folder: Path, contents: Callable[[Path], Iterable[bytes]]) -> Iterator[Damage]:
+    """Give each file other contents, one after the other; yield what is read then, and restore the file."""
+    for path in files_in(folder):
+        before = path.read_bytes()
+        for damaged in contents(path):
+            path.write_bytes(damaged)
+            yield Damage(path, before, damaged, reading(read, path))
+        path.write_bytes(before)
+
+
 def reading(read: Reader, path: Path) -> Any:
     """Read; None where that fails with one line that names the file, or what it is part of."""
     try:
@@ -133,15 +158,10 @@ def reading(read: Reader, path: Path) -> Any:
 def test_a_flipped_bit_is_named_and_never_read_as_data(kind: str, tmp_path: Path) -> None:
     read = MAKERS[kind](tmp_path)
     whole = read()
-    for path in files_in(tmp_path):
-        before = path.read_bytes()
-        for damaged in flips(path, 12):
-            path.write_bytes(damaged)
-            found = reading(read, path)
-            # A flipped last line break makes the last row a torn one, which is not read; nothing is made up.
-            torn = isinstance(found, list) and found == whole[: len(found)] and before[-1:] != damaged[-1:]
-            assert found is None or found == whole or torn, f"{path.name}: {found}"
-        path.write_bytes(before)
+    for path, before, damaged, found in damaging(read, tmp_path, lambda path: flips(path, 12)):
+        # A flipped last line break makes the last row a torn one, which is not read; nothing is made up.
+        torn = isinstance(found, list) and found == whole[: len(found)] and before[-1:] != damaged[-1:]
+        assert found is None or found == whole or torn, f"{path.name}: {found}"
     assert read() == whole
 
 
@@ -149,15 +169,10 @@ def test_a_flipped_bit_is_named_and_never_read_as_data(kind: str, tmp_path: Path
 def test_a_cut_file_is_named_or_costs_its_last_row(kind: str, tmp_path: Path) -> None:
     read = MAKERS[kind](tmp_path)
     whole = read()
-    for path in files_in(tmp_path):
-        before = path.read_bytes()
-        for size in (0, len(before) // 2, len(before) - 1):
-            path.write_bytes(before[:size])
-            found = reading(read, path)
-            if kind not in ("run", "vectors"):  # fewer rows of metrics; vectors are computed again
-                rest = isinstance(found, list) and found == whole[: len(found)]
-                assert found is None or found == whole or rest, f"{path.name} of {size} bytes: {found}"
-        path.write_bytes(before)
+    for path, _, damaged, found in damaging(read, tmp_path, cuts):
+        if kind not in ("run", "vectors"):  # fewer rows of metrics; vectors are computed again
+            rest = isinstance(found, list) and found == whole[: len(found)]
+            assert found is None or found == whole or rest, f"{path.name} of {len(damaged)} bytes: {found}"
 
 
 @pytest.mark.seconds

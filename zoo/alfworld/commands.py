@@ -92,7 +92,7 @@ def train_compiler(
     backbone = Backbone(model, tokenizer)
     if not stages.finished(work / STAGE):
         played = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
-        batches = [EpisodeBatches(tokenizer, (states.of_teacher(),), rows) for states in played]
+        batches = [EpisodeBatches(tokenizer, (states.play(),), rows) for states in played]
         model = _train(model, work, STAGE, seed, steps, batches, rate)
     if not stages.finished(work / OWN_STATES):
         save(work / "player", model, tokenizer)
@@ -100,14 +100,13 @@ def train_compiler(
         games_of = evenly(learned, own_games), evenly(held_out, max(own_games // 10, 1))
         played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
         batches = [
-            EpisodeBatches(tokenizer, (states.of_teacher(), states.of_compiler(player)), rows, numbers=True)
-            for states in played
+            EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows, numbers=True) for states in played
         ]
         del player
         model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
     write_model(
-        "compiler --world alfworld-frozen",
+        f"compiler --world alfworld-frozen --engine {engine}",
         out,
         model=model.half(),
         processor=tokenizer,
@@ -269,15 +268,8 @@ class EpisodeStates:
     seed: int
     backbone: Backbone
 
-    def of_teacher(self) -> list[EncodedEpisode]:
-        """Return the states to which the teacher's guidance leads."""
-        return self._play(None)
-
-    def of_compiler(self, compiler: Compiler) -> list[EncodedEpisode]:
-        """Return the states to which a compiler's guidance leads, with the notes that it took."""
-        return self._play(compiler)
-
-    def _play(self, compiler: Compiler | None) -> list[EncodedEpisode]:
+    def play(self, compiler: Compiler | None = None) -> list[EncodedEpisode]:
+        """Return the states to which the teacher's guidance leads; or a compiler's, with the notes that it took."""
         chunks = [self.specs[i : i + CHUNK] for i in range(0, len(self.specs), CHUNK)]
         return [
             encode_episode(self.backbone, states)
