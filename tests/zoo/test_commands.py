@@ -154,7 +154,8 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         tmp_path / "out", tmp_path / "work", games=4, steps=2, rows=2, base=base, own_games=2, own_steps=1
     )
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
-    assert record["steps"] == {"commands": 2, "own_states": 1} and load_backbone(tmp_path / "out", torch.float32, "cpu")
+    assert record["steps"] == {"commands": 2, "own_states": 1, "own_states_2": 1}
+    assert load_backbone(tmp_path / "out", torch.float32, "cpu")
     export_split(HouseholdEnvironment(scenes={"valid_seen": 2}, images=False), "valid_seen", tmp_path / "data", limit=2)
     results = {r.name: r for r in command_gates(str(tmp_path / "out"), None, tmp_path / "work/gate", "valid_seen", 2)}
     assert not results["home in the bank: right command"].passed  # an untrained model

@@ -5,12 +5,12 @@
 The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw entries, then learns the emissions of
 the teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no
 entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. Scene labels are
-exchanged at random. There are two stages:
+exchanged at random. The stages:
 
 1. `commands`: an agent that follows the teacher's commands, and strays at some steps, visits the states.
-2. `own_states`: half of the states come from an agent that follows the compiler of the first stage, with the Brief
-   States that it wrote (DAgger, Ross et al. 2011). The numbers of things are exchanged at random too, so that they have
-   to be read and not guessed.
+2. `own_states`, twice, with other games: half of the states come from an agent that follows the compiler of the stage
+   before, with the Brief States that it wrote (DAgger, Ross et al. 2011). The numbers of things are exchanged at random
+   too, so that they have to be read and not guessed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-STAGE, OWN_STATES = "commands", "own_states"
-OWN_GAMES = 240  # that the compiler of the first stage plays
+STAGE, OWN_STATES = "commands", ("own_states", "own_states_2")
+OWN_GAMES = 240  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
 
@@ -80,10 +80,10 @@ def train_compiler(
         steps: optimizer steps of the first stage.
         rows: episodes per batch, of up to `STATES` states each.
         base: folder of the compiler base.
-        rate: peak learning rate; half of it in the second stage.
-        own_games: number of train games of the second stage.
-        own_steps: optimizer steps of the second stage.
-        engine: what plays the games of the second stage; vLLM is four times as fast.
+        rate: peak learning rate; half of it in the stages of own states.
+        own_games: number of train games of each stage of own states.
+        own_steps: optimizer steps of each.
+        engine: what plays their games; vLLM is four times as fast.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
     make_env, specs = material(work, seed, games)
@@ -94,16 +94,17 @@ def train_compiler(
         played = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
         batches = [EpisodeBatches(tokenizer, (states.play(),), rows) for states in played]
         model = _train(model, work, STAGE, seed, steps, batches, rate)
-    if not stages.finished(work / OWN_STATES):
-        save(work / "player", model, tokenizer)
-        player = load_text_compiler(str(work / "player"), engine=engine)
-        games_of = evenly(learned, own_games), evenly(held_out, max(own_games // 10, 1))
-        played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
-        batches = [
-            EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows, numbers=True) for states in played
-        ]
-        del player
-        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
+    for i, name in enumerate(OWN_STATES):
+        if not stages.finished(work / name):
+            save(work / "player", model, tokenizer)
+            player = load_text_compiler(str(work / "player"), engine=engine)
+            games_of = evenly(learned, own_games, i), evenly(held_out, max(own_games // 10, 1), i)
+            played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
+            batches = [
+                EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows, numbers=True) for states in played
+            ]
+            del player
+            model = _train(model, work, name, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
     write_model(
         f"compiler --world alfworld-frozen --engine {engine}",
@@ -111,14 +112,14 @@ def train_compiler(
         model=model.half(),
         processor=tokenizer,
         work=work,
-        names=(STAGE, OWN_STATES),
+        names=(STAGE, *OWN_STATES),
         settings=settings | {"own_games": own_games, "own_steps": own_steps, "engine": engine},
     )
 
 
 def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
-    done = next((work / name for name in (OWN_STATES, STAGE) if stages.finished(work / name)), None)
+    done = next((work / name for name in (*OWN_STATES[::-1], STAGE) if stages.finished(work / name)), None)
     model = LlamaForCausalLM.from_pretrained(done or base, dtype=torch.float32)
     return model if done else with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
 
@@ -138,9 +139,10 @@ def _train(
     return trained  # type: ignore[return-value]
 
 
-def evenly(specs: Sequence[EpisodeSpec], count: int) -> Sequence[EpisodeSpec]:
-    """Return every n-th of the games, about `count` of them."""
-    return specs[:: max(len(specs) // count, 1)]
+def evenly(specs: Sequence[EpisodeSpec], count: int, start: int) -> Sequence[EpisodeSpec]:
+    """Return every n-th of the games from the one with index `start` on, about `count` of them."""
+    stride = max(len(specs) // count, 1)
+    return specs[start % stride :: stride]
 
 
 def with_vocabulary(
