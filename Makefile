@@ -77,7 +77,7 @@ docs: $(if $(wildcard .venv/.synced/test*),$(TEST),$(DOCS))  ## build the docs s
 
 # --strict: a package that the advisory service does not know is an error, not a silent pass. Extras that conflict are
 # asked for in runs of their own: make audit UV_EXTRAS="openenv serve"
-audit: $(CORE)  ## compare the packages of uv.lock with published vulnerabilities (needs the network; by default serve, ray, vllm)
+audit:  ## compare the packages of uv.lock with published vulnerabilities (needs the network; by default serve, ray, vllm)
 	@set -e; $(call find_python,.venv); $(call find_uv,.venv); mkdir -p out; \
 	"$$uv" export --quiet --frozen --no-emit-project $(addprefix --extra ,$(or $(UV_EXTRAS),serve ray vllm)) > out/audit.txt; \
 	"$$uv" tool run pip-audit --strict --disable-pip --require-hashes -r out/audit.txt $(ARGS)

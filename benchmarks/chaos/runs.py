@@ -54,7 +54,7 @@ class Run:
     def kill_after(self, moment_s: float) -> str | None:
         """Kill after so many seconds of the command, or since the last kill; return what was killed, None if the
         command, or its use, ended before."""
-        process = self._running()
+        process = self.start()
         if not self._has_ended(process, moment_s):
             return self._strike(process)
         self._failed = self.stage.use is None and process.returncode != 0
@@ -65,7 +65,7 @@ class Run:
         """Wait for the end of the command, or of its clients; return the facts, None if that is an error."""
         if self._failed:
             return None
-        process, began = self._running(), time.monotonic()
+        process, began = self.start(), time.monotonic()
         ended, status = self._has_ended(process, limit_s), process.poll()
         self.seconds = time.monotonic() - began
         kill(process)
@@ -89,8 +89,8 @@ class Run:
         kill(process)
         return "command" if self.stage.use is None else "server"
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process of the command; start it unless it runs."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command unless it runs; return its process."""
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         return self._process
