@@ -1,39 +1,33 @@
-"""Several Ray nodes on this machine, on loopback and with a token, and their processes (Linux)."""
+"""Several Ray nodes on this machine, on loopback and with a token, and their processes."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+import pytest
 
 from runtime.cluster import ADDRESS, import_ray, private_environment, sigterm_as_before
 from runtime.http import LOOPBACK
+from tests.waiting import until
 
 # Port 0: the default port of a node's agent may be in use, and is the same for all nodes of a machine.
 SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False, "dashboard_agent_listen_port": 0}
-END_S = 60.0  # in which the processes of all nodes end
 
 
 @contextmanager
 def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
     """Yield `ray.cluster_utils.Cluster` at RAY_ADDRESS, with a node for each number of CPUs, the head first; end all of
-    its processes afterwards.
-
-    Args:
-        dashboard: start the job server.
-
-    Raises:
-        RuntimeError: A process remains.
-    """
+    its processes afterwards. `dashboard`: start the job server."""
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
     (folder / "ray").mkdir()  # Ray records the newest cluster here, for `auto`, instead of in the user's folder
-    with private_environment(), sigterm_as_before(), patch.dict(os.environ, RAY_TMPDIR=str(folder)):
+    with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
         ray = import_ray()
         from ray.cluster_utils import Cluster
 
@@ -48,18 +42,14 @@ def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
         }
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            os.environ[ADDRESS] = cluster.address
+            patch.setenv(ADDRESS, cluster.address)
             for number in cpus[1:]:
                 cluster.add_node(num_cpus=number, **SMALL)
             yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()
-    due = time.monotonic() + END_S
-    while left := processes(str(folder)):
-        if time.monotonic() > due:
-            raise RuntimeError(f"processes of Ray remain after {END_S:g} s: {left}")
-        time.sleep(0.2)
+    until(lambda: not processes(str(folder)), 60, 0.2, words=lambda: processes(str(folder)))
     shutil.rmtree(folder)
 
 
@@ -89,7 +79,6 @@ def node_of(cluster: Any, pid: int) -> Any:
 
 
 def below(pid: int, of: int) -> bool:
-    """Return whether a process is another one, or descends from it."""
     while pid > 1:
         if pid == of:
             return True
