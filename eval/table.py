@@ -208,10 +208,13 @@ def memory_notes(results: Mapping[str, Any]) -> list[str]:
     summaries, notes = results["results"], dict[str, list[str]]()
     for name in filter(lambda name: "writing" in summaries[name], ordered(summaries)):
         of = summaries[name]["writing"]
-        counts = [*of["failures"].items(), *((f"{k} at recall", n) for k, n in of.get("recall_failures", {}).items())]
+        counts = [
+            *of.get("failures", {}).items(),
+            *((f"{k} at recall", n) for k, n in of.get("recall_failures", {}).items()),
+        ]
         unusable = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in counts) or "none"
-        text = f"{of['system']}, written by {of['written_by']}, read by {of.get('read_by', 'rules')}"
-        said = f"{text}; unusable answers of models: {unusable}" if of["requests"] or counts else text
+        text = f"{of['system']}, written by {of['written_by']}, read by {of.get('read_by', 'not stated')}"
+        said = f"{text}; unusable answers of models: {unusable}" if of.get("requests") or counts else text
         notes.setdefault(said, []).append(display_name(name))
     return [f"Memory of {', '.join(names)}: {said}." for said, names in notes.items()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EndpointConfig
 from data_gen.memory_factory import _read_by, initialise_memory, open_memory, writing_facts
+from envs.household.command_reader import HouseholdReader
 from eval.evaluate import run_eval
 from eval.matrix import cells
 from eval.memories import by_quality, by_task, rank_correlation, tasks_of
@@ -124,15 +126,18 @@ def test_writing_a_memory_is_counted_from_its_own_account(tmp_path: Path) -> Non
 def test_results_name_who_reads_a_memory_and_count_unusable_answers_of_recalls(tmp_path: Path) -> None:
     named = {"api": EndpointConfig(model="writer"), "embed": "minilm"}
     config = asked("memory.system=gmemory").memory.model_copy(update={"tokens": None, **named})
-    memory = GMemory(tmp_path, GMemorySettings(relevance="llm"), tools=MemoryTools(ask=lambda *_: "no number"))
+    household = MemoryTools(reader=HouseholdReader())
+    memory = GMemory(tmp_path, GMemorySettings(relevance="llm"), tools=replace(household, ask=lambda *_: "no number"))
     memory.recall_failures["relevance"] += 2
     found = writing_facts(config, memory)
     assert found["read_by"] == "writer" and found["recall_failures"] == {"relevance": 2} and found["failures"] == {}
     assert written(found, "unusable") == "0 + 2"
-    by_rule = GMemory(tmp_path, GMemorySettings(), tools=MemoryTools(ask=lambda *_: "no number"))
+    by_rule = GMemory(tmp_path, GMemorySettings(), tools=replace(household, ask=lambda *_: "no number"))
     assert writing_facts(config, by_rule)["read_by"] == "rules"
     vectors = lambda texts: np.ones((len(texts), 2), dtype=np.float32)
-    both = GMemory(tmp_path, GMemorySettings(relevance="llm"), tools=MemoryTools(vectors, lambda *_: ""))
+    both = GMemory(
+        tmp_path, GMemorySettings(relevance="llm"), tools=replace(household, embed=vectors, ask=lambda *_: "")
+    )
     assert writing_facts(config, both)["read_by"] == "minilm and writer"
     silent = cast(MemorySystem, SimpleNamespace(name="own", path=tmp_path, origins=Counter, __len__=lambda: 0))
     assert _read_by(config, silent) == "not stated" and _read_by(asked().memory, silent) == "rules"

@@ -17,17 +17,11 @@ from memory.bank import MemoryBank
 from memory.bank_store import STORE, Store, create_store, store_of
 from memory.entry import MemoryEntry
 from memory.protocol import BankError, Query
-from tests.tiny_models import entry
-
-GOALS = ("put a mug in desk", "put an egg in fridge", "clean a mug")
+from tests.memory.entries import entry
 
 
 def entries() -> list[MemoryEntry]:
-    def of(n: int, goal: str) -> MemoryEntry:
-        made = entry(n, goal)
-        return replace(made, provenance=replace(made.provenance, goal=goal), images=(bytes([n]) * 1000,))
-
-    return [of(n, goal) for n, goal in enumerate(GOALS)]
+    return [entry(n, images=1) for n in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def test_a_bank_in_object_storage_is_one_in_a_folder(server: str, keys: None, tm
         assert (written.added, written.ignored) == (1, 2)
         assert len(bank.at(first)) == 2 and len(bank) == 3
     again = MemoryBank(tmp_path / "far")  # what another process opens
-    queries = [Query(Task(f"new {n}", goal, "home 9", "test", ""), k=2) for n, goal in enumerate(GOALS)]
+    queries = [Query(Task("new", f"put a mug in cabinet {n}", f"home {n}", "test", ""), k=2) for n in range(3)]
     assert again.recall(queries) == near.recall(queries)
     assert list(again) == list(near) == entries()
     assert (far.export_jsonl(tmp_path / "a"), near.export_jsonl(tmp_path / "b")) == (3, 3)
