@@ -42,26 +42,6 @@ def bank_show(
     show(bank, run, out or bank / "show", most, env)
 
 
-@bank_app.command("store")
-def bank_store(
-    bank: Annotated[Path, typer.Argument(help="A new folder.")],
-    uri: Annotated[str, typer.Argument(help="s3://BUCKET/PREFIX, where the bank's table will be.")],
-    option: Annotated[
-        list[str] | None, typer.Option("--option", help="LanceDB's storage options as NAME=VALUE, such as aws_region.")
-    ] = None,
-) -> None:
-    """Create a bank whose table is in object storage; keys come from the environment."""
-    from memory.bank_store import Store, create_store
-
-    options = dict[str, str]()
-    for each in option or []:
-        name, equals, value = each.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--option {each}: expected NAME=VALUE")
-        options[name] = value
-    create_store(bank, Store(uri, options))
-
-
 @bank_app.command("export")
 def bank_export(bank: Path, jsonl: Path) -> None:
     """Export a bank as JSON lines (pictures as base64)."""

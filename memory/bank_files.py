@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from memory.bank_store import store_of
 from memory.bank_table import TABLE
 from memory.protocol import BankError
 from runtime.checksums import SUMS, RecordError, check_file, parse_sums, record_files
@@ -37,12 +36,10 @@ class BankFiles:
             ) from error
 
     def record(self) -> None:
-        """Add the checksums of new versions, and of the files of data that these name; none of object storage.
+        """Add the checksums of new versions, and of the files of data that these name.
 
         Other files of data may be ones that another process is writing, or of a write that it gave up.
         """
-        if store_of(self.path) is not None:
-            return
         versions = self._new(VERSIONS, ".manifest")
         named = b"".join((self.path / name).read_bytes() for name in versions)
         data = [name for name in self._new(DATA, ".lance") if Path(name).name.encode() in named]

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memory.bank_store import store_of
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
 from memory.registry import RESPONSES
@@ -34,13 +33,10 @@ EMBED_NAME, ENTRY_TEXT = b"memcompiler.embed", b"memcompiler.text"  # keys of th
 
 
 def connect(path: Path) -> Any:
-    """Connect to a bank's table: in its folder, or in the object storage that the folder names."""
     import lancedb
 
-    store = store_of(path)
-    where, options = (path, None) if store is None else (store.uri, dict(store.options))
-    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms on a disk).
-    return lancedb.connect(where, read_consistency_interval=timedelta(0), storage_options=options)
+    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms).
+    return lancedb.connect(path, read_consistency_interval=timedelta(0))
 
 
 def open_version(path: Path, version: int) -> Table:
@@ -58,17 +54,10 @@ def find_table(path: Path) -> Table | None:
     """
     if path.exists() and not path.is_dir():
         raise BankError(f"{path} is a file, not a memory bank (a folder): to read an export, import it first")
-    if store_of(path) is not None:
-        return _opened(path)
     if not path.exists() or all(inner.name.startswith((UNFINISHED, RESPONSES, LOCK)) for inner in path.iterdir()):
         return None
     if not (path / f"{TABLE}.lance").is_dir():
         raise BankError(f"{path} is not a memory bank and not empty: name another folder")
-    return _opened(path)
-
-
-def _opened(path: Path) -> Table | None:
-    """Open the table; None if there is none. Raises: BankError."""
     with bank_errors(path):
         try:
             return connect(path).open_table(TABLE)
@@ -82,8 +71,6 @@ def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") 
     """Create a bank's table, or open the one that another process has just created."""
     dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
     schema = make_schema(dimension, getattr(embed, "name", ""), text)
-    if store_of(path) is not None:
-        return _create_in_store(path, schema)
     with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
@@ -92,17 +79,6 @@ def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") 
             with suppress(OSError):  # another process was first
                 (Path(folder) / f"{TABLE}.lance").rename(path / f"{TABLE}.lance")
         return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
-
-
-def _create_in_store(path: Path, schema: pa.Schema) -> Table:
-    """Create the table in object storage, where of several processes one writes the first version."""
-    try:
-        return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
-    except (RuntimeError, OSError, ValueError):
-        if (table := find_table(path)) is not None:  # another process was first
-            return table
-        with bank_errors(path):
-            raise
 
 
 @contextmanager
