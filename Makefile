@@ -34,7 +34,7 @@ MEM0 := $(call stamp,.venv-mem0,test,mem0 langmem)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help sync mem0 quickstart alfworld test test-beside test-alone test-fast lint types docs gpu-check doctor FORCE
+.PHONY: help sync mem0 quickstart alfworld test test-beside test-alone test-fast lint types docs audit gpu-check doctor FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -74,6 +74,13 @@ types: $(TEST)  ## check types with pyright
 
 docs: $(if $(wildcard .venv/.synced/test*),$(TEST),$(DOCS))  ## build the docs site into out/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir out/site
+
+# --strict: a package that the advisory service does not know is an error, not a silent pass. Extras that conflict are
+# asked for in runs of their own: make audit UV_EXTRAS="openenv serve"
+audit:  ## compare the packages of uv.lock with published vulnerabilities (needs the network; by default serve, ray, vllm)
+	@set -e; $(call find_python,.venv); $(call find_uv,.venv); mkdir -p out; \
+	"$$uv" export --quiet --frozen --no-emit-project $(addprefix --extra ,$(or $(UV_EXTRAS),serve ray vllm)) > out/audit.txt; \
+	"$$uv" tool run pip-audit --strict --disable-pip --require-hashes -r out/audit.txt $(ARGS)
 
 # Wheels of packages that GPU images with torch and transformers usually lack, for scripts/gpu_check.sh.
 GPU_PYTHON ?= 3.12
