@@ -17,8 +17,9 @@ from memory.entry import MemoryEntry, WriteResult
 from memory.words import word_tokens
 
 Isolation = Literal["task", "scene"]
-ReadingModels = tuple[Literal["api", "embed"], ...]  # of the settings memory.api, memory.embed or memory.embed_api
 """What an episode recalls nothing from: episodes of its own task, or all episodes of its scene."""
+
+ReadingModels = tuple[Literal["api", "embed"], ...]  # of the settings memory.api, memory.embed or memory.embed_api
 
 
 class BankError(RuntimeError):

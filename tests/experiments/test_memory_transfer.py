@@ -29,7 +29,7 @@ def test_every_compiler_meets_every_memory_and_the_pasted_memory_is_played_once(
         level, seed = cell.levels["trained_with"], cell.levels["seed"]
         where = None if level == "pasted" else f"{tmp_path}/{seed}/sft-{level}"
         assert cell.config.compiler.checkpoint == where
-        assert cell.config.deliveries == (["static"] if where is None else ["compiled"])
+        assert cell.config.deliveries == (("static",) if where is None else ("compiled",))
 
 
 def test_the_mixture_is_trained_on_the_rows_of_all_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_the_table_has_a_row_for_each_memory_and_compiler() -> None:
     results = {"results": {name: {"success": asdict(wilson(2, 4))} for name in names}, "paired_difference": pairs}
     lines = run.table(results, SYSTEMS, MEMORIES)
     assert len(lines) == 2 + 8 and lines[2].startswith("| trajectory | (pasted) | 50.0 [")
-    assert lines[9].startswith("| karma | mixture | 50.0 [") and "+50.0 [+25.0, +75.0] points" in lines[9]
+    assert lines[9].startswith("| karma | mixture | 50.0 [") and "+50.0 points [+25.0, +75.0]" in lines[9]
 
 
 def pasted_of(name: str) -> str:
