@@ -15,7 +15,7 @@ from lm.answer_cache import EndpointStop, price, read_totals
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.endpoint_embedder import EndpointEmbedder
 from memory.budgeted import BudgetedMemory
-from memory.protocol import BankError, MemorySystem
+from memory.protocol import BankError, MemorySystem, ReadsWithModels
 from memory.registry import RESPONSES, ChatFunction, MemoryTools, find, why_unread
 from memory.retrieval import Embed, SentenceEmbedder
 from runtime.store import read_json, to_json, write_atomically
@@ -110,8 +110,9 @@ def chat_function(endpoint: Endpoint) -> ChatFunction:
 
 
 def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
-    """Return who wrote a memory and what that cost: `system`, `written_by` (a model's name, or "rules"), `episodes`,
-    `entries`, requests and tokens by role of its endpoints' account, and unusable answers by role.
+    """Return who wrote and who reads a memory, and what that cost: `system`, `written_by` and `read_by` (names of
+    models, or "rules"), `episodes`, `entries`, requests and tokens by role of its endpoints' account, and unusable
+    answers by role, of writing (`failures`) and of recalls since the memory was opened (`recall_failures`).
 
     `price` is in the currency of the settings; null where the memory's account names a model that they do not.
     """
@@ -128,6 +129,7 @@ def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
     return {
         "system": memory.name,
         "written_by": " and ".join(models) or "rules",
+        "read_by": _read_by(config, inner),
         "episodes": memory.origins().total(),
         "entries": len(memory),
         **counts,
@@ -135,7 +137,17 @@ def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
         "roles": {role: of for roles in models.values() for role, of in roles.items()},
         "embeddings": embedding,
         "failures": dict(getattr(inner, "failures", {})),
+        "recall_failures": dict(inner.recall_failures) if isinstance(inner, ReadsWithModels) else {},
     }
+
+
+def _read_by(config: MemoryConfig, memory: MemorySystem) -> str:
+    """Return the names of the models that a recall asks, or "rules"; "not stated" for a system that does not say which
+    of the settings' models it asks."""
+    names = config.model_names()
+    if isinstance(memory, ReadsWithModels):
+        return " and ".join(names.get(model, model) for model in memory.reads_with) or "rules"
+    return "not stated" if names else "rules"
 
 
 def clear_memory(path: Path) -> None:

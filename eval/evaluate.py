@@ -47,7 +47,7 @@ from eval.rollouts import Evaluation, EvalWorker, Job, models_on_ray, play_on_ra
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.table import print_results
 from lm.device import describe_placement
-from memory.protocol import MemorySystem
+from memory.protocol import MemorySystem, SupportsWorldSessions
 from runtime.attempts import failure_summary
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
 from runtime.errors import is_failure
@@ -188,7 +188,7 @@ def _evaluate(
             of_delivery["stream"] = summarise_stream(episodes[name])
         for name, stream in online.items():
             summary["results"][name]["stream"]["leaked"] = count_leaks(episodes[name], stream.tasks, stream.memory)
-    if not config.memory.living:
+    if not config.memory.living or isinstance(memory, SupportsWorldSessions):
         for name in filter(lambda name: find(name).recalls, config.deliveries):
             written = online[name].memory if name in online else memory
             summary["results"][name]["writing"] = writing_facts(config.memory, written)
@@ -325,7 +325,8 @@ def _pool_cells(
             pooled["results"][column]["living"] = pool_sequences(living, [each for each in reference if each[1]])
     if memories.AXIS in meta["axes"]:
         trained = {cell.group: (done[cell.name]["trained"] or {}).get("memory") for cell in all_cells}
-        pooled["memories"] = memories.compare_memories(pooled["results"], by_column, trained)
+        configs = {cell.group: cell.config for cell in all_cells}
+        pooled["memories"] = memories.compare_memories(pooled["results"], by_column, trained, configs)
     return pooled
 
 

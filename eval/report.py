@@ -156,7 +156,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "kinds": groups_of(results["results"], "by_kind"),
         "budgets": budgets_of(results["results"].values()),
         "informative": table.informative_budgets(results["results"]),
-        "broken": table.broken_notes(results),
+        "broken": [*table.broken_notes(results), *table.memory_notes(results)],
         "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],

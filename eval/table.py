@@ -66,11 +66,13 @@ def two_digits(value: float) -> str:
 
 
 def written(writing: Mapping[str, Any], key: str) -> str:
-    """Format what writing a memory took (`data_gen.memory_factory.writing_facts`): a key, or `tokens` read and
-    written."""
+    """Format what writing a memory took (`data_gen.memory_factory.writing_facts`): a key, `tokens` read and written, or
+    `unusable` answers of writing and of recalls."""
     if key == "tokens":
         return f"{writing['tokens_in']:,} + {writing['tokens_out']:,}"
-    value = writing[key]
+    if key == "unusable":
+        return f"{sum(writing['failures'].values())} + {sum(writing.get('recall_failures', {}).values())}"
+    value = writing.get(key)
     return "unknown" if value is None else f"{value:.2f}" if isinstance(value, float) else f"{value}"
 
 
@@ -176,6 +178,7 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     ]
     lines += _stream_notes(summaries)
     lines += _living_notes(summaries)
+    lines += memory_notes(results)
     counts = sizes([summary["success"]["n"] for summary in summaries.values()])
     lines.append(f"{counts} episodes per delivery; [95% Wilson intervals]. Differences: paired bootstrap, exact p.")
     lines.append("Per success: steps of successes [95% bootstrap interval]; tokens and seconds of all episodes.")
@@ -198,6 +201,22 @@ def broken_notes(results: Mapping[str, Any]) -> list[str]:
     if due := results.get("broken_due"):
         lines.append(f"{due} broken episodes have attempts left: run the same command with --on-exists resume.")
     return lines
+
+
+def memory_notes(results: Mapping[str, Any]) -> list[str]:
+    """Return a note for each memory: how it was written and read, and which answers could not be used."""
+    summaries, notes = results["results"], dict[str, list[str]]()
+    for name in filter(lambda name: "writing" in summaries[name], ordered(summaries)):
+        of = summaries[name]["writing"]
+        counts = [
+            *of.get("failures", {}).items(),
+            *((f"{k} at recall", n) for k, n in of.get("recall_failures", {}).items()),
+        ]
+        unusable = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in counts) or "none"
+        text = f"{of['system']}, written by {of['written_by']}, read by {of.get('read_by', 'not stated')}"
+        said = f"{text}; unusable answers of models: {unusable}" if of.get("requests") or counts else text
+        notes.setdefault(said, []).append(display_name(name))
+    return [f"Memory of {', '.join(names)}: {said}." for said, names in notes.items()]
 
 
 def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:

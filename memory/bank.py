@@ -34,7 +34,7 @@ from memory.bank_table import (
     stored_text,
 )
 from memory.entry import MemoryEntry, WriteResult, entry_from_json
-from memory.protocol import BankError, FixedSession, Isolation, Query, Recall, Trace
+from memory.protocol import BankError, FixedSession, Isolation, Query, ReadingModels, Recall, Trace
 from memory.registry import MemorySpec, MemoryTools
 from memory.retrieval import COLUMNS, BankRanker, RankedEntry, encodable, unit_rows
 from memory.trajectory import EntryText, TrajectorySettings, entry_of_trace, goal_without_scene
@@ -135,6 +135,16 @@ class MemoryBank:
     def session(self, query: Query, first: Recall) -> FixedSession:
         """Recall the same entries at every step, so that prompts share a cached prefix."""
         return FixedSession(first)
+
+    @property
+    def reads_with(self) -> ReadingModels:
+        """Return the models that a recall asks."""
+        return ("embed",) if self.embed is not None else ()
+
+    @property
+    def recall_failures(self) -> Counter[str]:
+        """Return no counts: a recall asks no language model."""
+        return Counter()
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

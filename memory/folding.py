@@ -7,7 +7,7 @@ fold itself calls no language model, so that every version, resumption and copy 
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 from envs.command_reader import CommandReader
 from memory.entry import MemoryEntry, WriteResult
 from memory.journal import JournalMemory, Row
-from memory.protocol import FixedSession, Query, Recall, Record, Session, Trace
+from memory.protocol import FixedSession, Query, ReadingModels, Recall, Record, Session, Trace
 from memory.registry import ChatFunction, MemoryTools, required_reader
 from memory.similarity import CachedEmbed
 from runtime.settings import Settings
@@ -150,9 +150,9 @@ class FoldedMemory(JournalMemory, Generic[S, C]):
         return type(self)(self.path, self.settings, version, self._tools)
 
     @property
-    def failures(self) -> Counter[str]:
-        """Count language models' unusable answers by role."""
-        return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
+    def reads_with(self) -> ReadingModels:
+        """Return the models that a recall asks: the embedding model, if there is one."""
+        return ("embed",) if self._embed is not None else ()
 
 
 def _fitting(entries: Sequence[MemoryEntry], query: Query, tokens: float) -> tuple[MemoryEntry, ...]:

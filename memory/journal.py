@@ -18,7 +18,7 @@ from typing import Any
 
 from envs.base import task_from_json
 from memory.entry import MemoryEntry, WriteResult
-from memory.protocol import BankError, FixedSession, Query, Recall, Record, Session, Trace
+from memory.protocol import BankError, FixedSession, Query, ReadingModels, Recall, Record, Session, Trace
 from runtime.parsing import check_types
 from runtime.store import JsonLines, locked, to_json
 
@@ -97,6 +97,11 @@ class Journal:
     def _lines(self) -> JsonLines:
         return JsonLines(self.folder / FILE, ("key", "attempts"))
 
+    @property
+    def failures(self) -> Counter[str]:
+        """Count the unusable answers that the rows name, by role."""
+        return sum((Counter(row.answers.get("failures", {})) for row in self), Counter())
+
     def _catch_up(self) -> None:
         """Read rows that other processes appended."""
         path = self._lines.path
@@ -127,6 +132,17 @@ class JournalMemory:
     def __init__(self, path: str | Path, until: int | None) -> None:
         self.path = Path(path)
         self._journal = Journal(self.path, until)
+        self.recall_failures = Counter[str]()  # unusable answers to recalls, by role: no row holds them
+
+    @property
+    def reads_with(self) -> ReadingModels:
+        """Return the models that a recall asks."""
+        return ()
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Count language models' unusable answers about the episodes, by role."""
+        return self._journal.failures
 
     @property
     def rows(self) -> Sequence[Row]:

@@ -19,6 +19,8 @@ from memory.words import word_tokens
 Isolation = Literal["task", "scene"]
 """What an episode recalls nothing from: episodes of its own task, or all episodes of its scene."""
 
+ReadingModels = tuple[Literal["api", "embed"], ...]  # of the settings memory.api, memory.embed or memory.embed_api
+
 
 class BankError(RuntimeError):
     """A bank is missing, damaged, read-only or of another kind. The message names the next step."""
@@ -254,6 +256,21 @@ class DisplaysContents(Protocol):
     def tables(self) -> list[Table]: ...
 
     def graphs(self) -> list[Graph]: ...
+
+
+@runtime_checkable
+class ReadsWithModels(Protocol):
+    """A memory system that says with which models it recalls."""
+
+    @property
+    def reads_with(self) -> ReadingModels:
+        """Return the models of the settings that a recall asks; () if it goes by rule."""
+        ...
+
+    @property
+    def recall_failures(self) -> Counter[str]:
+        """Count unusable answers to recalls of this object, by role."""
+        ...
 
 
 @runtime_checkable

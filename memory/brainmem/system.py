@@ -8,7 +8,7 @@ step; the stored entries are guidelines, experiences and relations.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,11 +78,6 @@ class BrainMem(JournalMemory):
         row = replace(row, answers=answers.to_json())
         known.learn(row)
         return row
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Count language models' unusable answers by role."""
-        return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
 
     @property
     def reader(self) -> CommandReader:

@@ -6,7 +6,6 @@ support, and down to the trajectories of the successful ones. Without a language
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from memory.gmemory.insights import insight_id
 from memory.gmemory.settings import GMemorySettings
 from memory.items import Origin, Version, provenance_of
 from memory.journal import Row
-from memory.protocol import Edge, Graph, Query, Recall, Table
+from memory.protocol import Edge, Graph, Query, ReadingModels, Recall, Table
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
 
 NAME = "gmemory"
@@ -30,16 +29,6 @@ class GMemory(FoldedMemory[Hierarchy, GMemorySettings]):
     """G-Memory as a `MemorySystem`, folded from the rows of its journal."""
 
     name: ClassVar[str] = NAME
-
-    def __init__(
-        self,
-        path: str | Path,
-        settings: GMemorySettings,
-        until: int | None = None,
-        tools: MemoryTools | None = None,
-    ) -> None:
-        super().__init__(path, settings, until, tools)
-        self._at_recall = Counter[str]()  # unusable answers that no journal row holds
 
     def new_state(self) -> Hierarchy:
         return Hierarchy(self.settings, self.reader, self._embed)
@@ -51,8 +40,9 @@ class GMemory(FoldedMemory[Hierarchy, GMemorySettings]):
         return {name: answers[name] for name in ("key_steps", "failure") if name in answers}
 
     @property
-    def failures(self) -> Counter[str]:
-        return super().failures + self._at_recall
+    def reads_with(self) -> ReadingModels:
+        asks = self.settings.relevance == "llm" and self._tools.ask is not None
+        return (*super().reads_with, "api") if asks else super().reads_with
 
     def recalled(self, state: Hierarchy, query: Query, text: str) -> Recall:
         own, searched = query.task.id, "\n".join(filter(None, (query.text or task_text(query.task), text)))
@@ -77,7 +67,7 @@ class GMemory(FoldedMemory[Hierarchy, GMemorySettings]):
     def _relevance(self, query: Query, similarity: float, version: Version) -> int:
         """Return a trajectory's relevance, 0 to 10, by the model of the settings or by similarity."""
         ask = self._tools.ask if self.settings.relevance == "llm" else None
-        said = agent.ask_relevance(query.task, version.text, ask, self._at_recall) if ask else None
+        said = agent.ask_relevance(query.task, version.text, ask, self.recall_failures) if ask else None
         return round(10 * similarity) if said is None else said
 
     def tables(self) -> list[Table]:

@@ -9,6 +9,7 @@ folded from the journal's episodes of the same scene.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
 from memory.karma.units import HAND, ObjectUnit, ShortTerm, ask_states, goal_words
-from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace, refuse_isolation
+from memory.protocol import Edge, Graph, Query, ReadingModels, Recall, Record, Table, Trace, refuse_isolation
 from memory.registry import MemorySpec, MemoryTools, required_reader
 from memory.trajectory import one_line
 
@@ -105,6 +106,7 @@ class KarmaWorldSession:
     """KARMA's memory in one living world (`memory.protocol.ObjectLife`)."""
 
     home: HomeMemory
+    failures: Counter[str] = field(default_factory=Counter)  # unusable answers about states
 
     @property
     def capacity(self) -> int:
@@ -137,7 +139,9 @@ class KarmaWorldSession:
                 messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
                 return ask(messages, "states", STATES_TOKENS)
 
-            for id, states in ask_states(used, trace.records, chat).items():
+            found = ask_states(used, trace.records, chat)
+            self.failures["states"] += bool(used) and not found
+            for id, states in found.items():
                 short.restate(id, states)
 
 
@@ -197,11 +201,22 @@ class Karma(JournalMemory):
         super().__init__(path, until)
         self.settings, self._tools = settings or KarmaSettings(), tools or MemoryTools()
         self._scenes, self._folded = dict[str, tuple[HomeMemory, list[Trace]]](), 0
+        self._failures = Counter[str]()  # unusable answers about states, in living worlds
 
     @property
     def reader(self) -> CommandReader:
         """Return the reader of the environment's views. Raises: BankError, if the environment is not known."""
         return required_reader(self.name, self.path, self._tools.reader)
+
+    @property
+    def reads_with(self) -> ReadingModels:
+        """Return the models that a recall asks."""
+        return ("embed",) if self._tools.embed is not None and self.settings.short else ()
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Count the language model's unusable answers about states, in the living worlds that this object opened."""
+        return +self._failures
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         homes = [(query.task, self._home(query)) for query in queries]
@@ -212,9 +227,8 @@ class Karma(JournalMemory):
 
     def life(self, world: TaskSequence) -> KarmaWorldSession:
         """Open a living world with its floor plan and an empty short-term memory."""
-        return KarmaWorldSession(
-            HomeMemory(world.id, world.scene, self.settings, self._tools, self.reader, plan=world.plan)
-        )
+        home = HomeMemory(world.id, world.scene, self.settings, self._tools, self.reader, plan=world.plan)
+        return KarmaWorldSession(home, self._failures)
 
     def at(self, version: int) -> Karma:
         return Karma(self.path, self.settings, version, self._tools)

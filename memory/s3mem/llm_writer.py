@@ -131,10 +131,11 @@ def merge_units(rules: Sequence[EventUnit], written: Sequence[Mapping[str, Any]]
     return add_relations(sorted(bare, key=lambda unit: (unit.order, unit.id)))
 
 
-def parse_with_model(question: str, by_rule: Anchor, ask: ChatFunction) -> Anchor:
-    """Have a model parse a question; fields that it omits come from the rules."""
+def parse_with_model(question: str, by_rule: Anchor, ask: ChatFunction, failures: Counter[str]) -> Anchor:
+    """Have a model parse a question; fields that it omits come from the rules. An unusable parse is counted."""
     answer = _request_json(ask, f"{_ANCHOR}\n\nQuestion: {question}", ANCHORS)
     if answer is None:
+        failures[ANCHORS] += 1
         return by_rule
     named = lambda name: tuple(text.lower() for text in strings_in(answer.get(name))) or getattr(by_rule, name)
     ops = frozenset(strings_in(answer.get("ops"))) or by_rule.ops

@@ -17,7 +17,7 @@ from envs.command_reader import kind
 from envs.household.command_reader import HouseholdReader
 from memory.entry import MemoryEntry, WriteResult
 from memory.journal import Journal, Row
-from memory.protocol import ESTIMATED, FixedSession, Isolation, Query, Recall, TokenCosts, Trace
+from memory.protocol import ESTIMATED, FixedSession, Isolation, Query, ReadingModels, Recall, TokenCosts, Trace
 from memory.registry import ChatFunction, MemorySpec, MemoryTools
 from memory.retrieval import Embed
 from memory.s3mem.index import Candidate, UnitIndex
@@ -55,6 +55,7 @@ class S3Mem:
     ) -> None:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
+        self.recall_failures = Counter[str]()  # unusable parses of questions
         self._units, self._rows = list[EventUnit](), 0
         self._of_scene = dict[str, list[EventUnit]]()
         self._tasks = set[tuple[str, str]]()  # (scene, task) of all units, and ("", task)
@@ -89,7 +90,17 @@ class S3Mem:
     @property
     def failures(self) -> Counter[str]:
         """Counts of the language model's unusable answers, by reason."""
-        return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
+        return self._journal.failures
+
+    @property
+    def reads_with(self) -> ReadingModels:
+        """Return the models that a recall asks."""
+        embeds = self._embed is not None and self.settings.dense == "embed" and "dense" in self.settings.channels
+        return (*(("embed",) if embeds else ()), *(("api",) if self._parses_with_model else ()))
+
+    @property
+    def _parses_with_model(self) -> bool:
+        return self.settings.anchors and self._ask is not None and self.settings.writer == "llm"
 
     # retrieval --------------------------------------------------------------------------------------------------------
 
@@ -111,8 +122,8 @@ class S3Mem:
     def _pack(self, index: UnitIndex, question: str, budget: float, costs: TokenCosts = ESTIMATED) -> list[Candidate]:
         """Pack the evidence for one question."""
         settings, scores = self.settings, index.score(question, costs=costs)
-        if settings.anchors and self._ask is not None and settings.writer == "llm":
-            anchor = parse_with_model(question, scores.anchor, self._ask)
+        if self._ask is not None and self._parses_with_model:
+            anchor = parse_with_model(question, scores.anchor, self._ask, self.recall_failures)
             scores = index.score(question, anchor, costs)
         return pack_evidence(scores.anchor, *score_candidates(scores, settings), budget=budget, settings=settings)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,13 +20,18 @@ from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EndpointConfig
-from data_gen.memory_factory import initialise_memory, open_memory, writing_facts
+from data_gen.memory_factory import _read_by, initialise_memory, open_memory, writing_facts
+from envs.household.command_reader import HouseholdReader
 from eval.evaluate import run_eval
 from eval.matrix import cells
-from eval.memories import by_quality, by_task, rank_correlation
+from eval.memories import by_quality, by_task, rank_correlation, tasks_of
 from eval.report import write_run_report
+from eval.table import memory_notes, written
 from lm.answer_cache import Answer, AnswerCache
-from memory.registry import RESPONSES, names
+from memory.gmemory.settings import GMemorySettings
+from memory.gmemory.system import GMemory
+from memory.protocol import MemorySystem
+from memory.registry import RESPONSES, MemoryTools, names
 
 SYSTEMS = ("trajectory", "s3mem", "amem", "mem0")
 TINY = (
@@ -90,10 +99,12 @@ def test_the_matrix_runs_with_every_system_resumes_and_its_page_compares_them(
         assert row["gain"]["n"] == 2
         for delivery, of in row["writing"].items():
             assert (of["system"], of["written_by"], of["requests"], of["price"]) == (row["memory"], "rules", 0, 0.0)
+            assert (of["read_by"], of["failures"], of["recall_failures"]) == ("rules", {}, {})
             assert of["episodes"] == 2 or "frozen" in row["condition"], delivery  # online: of the two tasks
     assert {found["memories"] for found in results["memories"]["helps"]} == {4}
     page = write_run_report(tmp_path / "run").read_text()
     assert "Where compiling helps: " in page and "tokens / solved task" in page
+    assert "Every task: " in page and "trajectory, written by rules, read by rules." in page
 
 
 def test_writing_a_memory_is_counted_from_its_own_account(tmp_path: Path) -> None:
@@ -110,6 +121,31 @@ def test_writing_a_memory_is_counted_from_its_own_account(tmp_path: Path) -> Non
     assert found["price"] == pytest.approx((4000 * 2 + 150 * 10) / 1e6)
     assert found["roles"]["extract"] == {"requests": 3, "tokens_in": 3000, "tokens_out": 100}
     assert writing_facts(config, memory)["price"] is None  # of a model whose prices the settings do not name
+
+
+def test_results_name_who_reads_a_memory_and_count_unusable_answers_of_recalls(tmp_path: Path) -> None:
+    named = {"api": EndpointConfig(model="writer"), "embed": "minilm"}
+    config = asked("memory.system=gmemory").memory.model_copy(update={"tokens": None, **named})
+    household = MemoryTools(reader=HouseholdReader())
+    memory = GMemory(tmp_path, GMemorySettings(relevance="llm"), tools=replace(household, ask=lambda *_: "no number"))
+    memory.recall_failures["relevance"] += 2
+    found = writing_facts(config, memory)
+    assert found["read_by"] == "writer" and found["recall_failures"] == {"relevance": 2} and found["failures"] == {}
+    assert written(found, "unusable") == "0 + 2"
+    by_rule = GMemory(tmp_path, GMemorySettings(), tools=replace(household, ask=lambda *_: "no number"))
+    assert writing_facts(config, by_rule)["read_by"] == "rules"
+    vectors = lambda texts: np.ones((len(texts), 2), dtype=np.float32)
+    both = GMemory(
+        tmp_path, GMemorySettings(relevance="llm"), tools=replace(household, embed=vectors, ask=lambda *_: "")
+    )
+    assert writing_facts(config, both)["read_by"] == "minilm and writer"
+    silent = cast(MemorySystem, SimpleNamespace(name="own", path=tmp_path, origins=Counter, __len__=lambda: 0))
+    assert _read_by(config, silent) == "not stated" and _read_by(asked().memory, silent) == "rules"
+    results = {"results": {"static": {"writing": found}, "live": {"writing": found}, "none": {}}}
+    [note] = memory_notes(results)
+    assert note.endswith(
+        "gmemory, written by rules, read by writer; unusable answers of models: 2 relevance at recall."
+    )
 
 
 # where compiling helps ------------------------------------------------------------------------------------------------
@@ -150,6 +186,28 @@ def test_quality_and_gain_are_measured_on_different_tasks() -> None:
     assert by_quality(same, same)["rank_correlation"] is None
     assert rank_correlation([(0.1, 0.2), (0.3, 0.4)]) is None
     json.dumps(found)
+
+
+def test_the_interval_of_the_rank_correlation_resamples_tasks_and_is_wide_where_chance_decides() -> None:
+    tasks = [f"task {number}" for number in range(60)]
+    solves = lambda memory, task, level: Fraction(int(hash_of(f"{memory} {task}") % 10 < level))
+    clear = {name: {t: solves(name, t, level) for t in tasks} for name, level in (("a", 1), ("b", 5), ("c", 9))}
+    all_solved = {memory: dict.fromkeys(tasks, Fraction(1)) for memory in clear}
+    assert by_quality(clear, all_solved)["interval"] == [-1.0, -1.0]  # the same order in every resample
+    close = {name: {t: solves(name, t, 5) for t in tasks} for name in "abc"}
+    low, high = by_quality(close, all_solved)["interval"]
+    assert low < 0 and high - low > 0.5
+    assert by_quality(all_solved, all_solved)["interval"] is None
+
+
+def test_every_task_is_listed_and_first_those_to_which_compiling_adds_most() -> None:
+    pasted = {"good": successes("110"), "bad": successes("100")}
+    compiled = {"good": successes("011"), "bad": successes("111")}
+    assert tasks_of(pasted, compiled) == [
+        {"task": "t2", "of": {"good": [0.0, 1.0], "bad": [0.0, 1.0]}},
+        {"task": "t1", "of": {"good": [1.0, 1.0], "bad": [0.0, 1.0]}},
+        {"task": "t0", "of": {"good": [1.0, 0.0], "bad": [1.0, 1.0]}},
+    ]
 
 
 def hash_of(text: str) -> int:

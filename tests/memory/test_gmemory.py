@@ -294,6 +294,6 @@ def test_a_model_may_rank_trajectories_at_recall(tmp_path: Path) -> None:
     asking = gmemory(tmp_path, score, relevance="llm")
     assert recalled(asking) == recalled(asking.at(2)) == ["q2.1", "q1.1"]
     broken = gmemory(tmp_path, lambda role, text: "no number", relevance="llm")
-    assert recalled(broken) == ["q1.1", "q2.1"] and broken.failures == {RELEVANCE: 2}
+    assert recalled(broken) == ["q1.1", "q2.1"] and broken.recall_failures == {RELEVANCE: 2}
     assert recalled(gmemory(tmp_path, score)) == ["q1.1", "q2.1"]  # by rule unless the settings ask
     assert json.loads((tmp_path / FILE).read_text().splitlines()[0])["answers"] == {}

@@ -146,7 +146,7 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
 
     def ask(messages, role, most):
         asked.append(messages[1]["content"])
-        return "apple 1: dirty"
+        return "apple 1: dirty" if len(asked) == 1 else "who knows"
 
     home = HomeMemory("w", "home 1", KarmaSettings(states="vlm"), MemoryTools(ask=ask), READER)
     life = KarmaWorldSession(home)
@@ -157,6 +157,9 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
         session.observe(record)
     life.end(Trace(TASK, records, True))
     assert "apple 1" in asked[0] and home.short.held()[0].text == "apple 1 is in desk 1; apple 1 is dirty"
+    assert life.failures["states"] == 0
+    life.end(Trace(TASK, records, True))
+    assert life.failures == {"states": 1} and home.short.held()[0].text.endswith("apple 1 is dirty")
 
 
 def test_a_model_that_sees_is_shown_the_views_of_the_task() -> None:

@@ -224,3 +224,4 @@ def test_a_language_model_writes_units_and_the_rules_those_that_it_leaves_out(tm
     assert [unit.id for unit in again.units] == [unit.id for unit in memory.units]
     assert memory.commit([[dialogue()]]).ignored == 1 and len(model.shown) == 3
     assert asked(memory, "How often?")[1] and "How often?" in model.shown[-1]
+    assert memory.reads_with == ("api",) and again.reads_with == ()
