@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lm.picture_cache import PictureCache
 from lm.special_tokens import SpecialTokens, TextTokenizer
 
 if TYPE_CHECKING:
@@ -71,8 +72,22 @@ class Picture:
 
     def looks_like(self, other: Picture) -> bool:
         """Whether both pictures have equal tensors."""
+        if self is other:
+            return True
         mine, theirs = self.tensors, other.tensors
         return mine.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in mine.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alone:
+    """A picture that was processed alone, with the token ids that the processor writes for it."""
+
+    ids: tuple[int, ...]
+    picture: Picture
+
+    @property
+    def nbytes(self) -> int:
+        return self.picture.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +172,8 @@ class PromptEncoder:
             if self.image_token is None or self.image_id is None:
                 raise ValueError(f"{type(processor).__name__} has no image token")
             self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
+        self._alone = PictureCache[_Alone]()
+        self._ids_of_sizes: dict[tuple[tuple[int, int], ...], bool] = {}  # of pictures: whether `_replaced` is right
         self.marks = SpecialTokens(self.tokenizer)
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer would break scoring.
@@ -201,23 +218,54 @@ class PromptEncoder:
     def pictures(self, images: Sequence[Image]) -> Prompt:
         """Create a prompt of pictures alone, for a vision-language model."""
         assert self.image_id is not None
-        pictures = tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
+        pictures = tuple(self._processed(image).picture for image in images)
         return Prompt((self.image_id,) * sum(picture.tokens for picture in pictures), pictures=pictures)
 
     def _read(self, text: str, images: Sequence[Image]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
         """Encode a rendered chat with pictures.
 
-        Each of several pictures is also processed alone, to separate their tensors and tokens."""
+        Each is processed alone, to separate its tensors and tokens, and once while it is in the cache. The processor
+        reads text and pictures together where it writes more than special tokens for a picture, and the first time
+        for pictures of these sizes."""
+        alone, sizes = [self._processed(image) for image in images], tuple(image.size for image in images)
+        pictures = tuple(one.picture for one in alone)
+        if not self._ids_of_sizes.get(sizes, True):
+            return self._processor_ids(text, images), pictures
+        ids = self._replaced(text, alone)
+        if sizes not in self._ids_of_sizes:
+            together = self._processor_ids(text, images)
+            self._ids_of_sizes[sizes], ids = ids == together, together
+        assert ids is not None
+        return ids, pictures
+
+    def _replaced(self, text: str, alone: Sequence[_Alone]) -> tuple[int, ...] | None:
+        """Encode a rendered chat with the ids of each picture at its token; None if they may change the encoding of the
+        text around them."""
+        if not all(id in self.marks.inert for one in alone for id in one.ids):
+            return None
+        at, rest = self.tokenizer.convert_tokens_to_ids(self.image_token), iter(alone)
+        return tuple(new for id in self.chat_ids(text) for new in (next(rest).ids if id == at else (id,)))
+
+    def _processed(self, image: Image) -> _Alone:
+        return self._alone.get(image, self._process)
+
+    def _process(self, image: Image) -> _Alone:
+        """Let the processor read a picture alone."""
+        inputs = self._processor_outputs(self.image_token or "", [image])
+        ids = tuple(inputs["input_ids"][0].tolist())
+        tensors = {name: inputs[name] for name in inputs if name not in TEXT_OUTPUTS}
+        return _Alone(ids, Picture(image, ids.count(self.image_id), tensors))
+
+    def _processor_ids(self, text: str, images: Sequence[Image]) -> tuple[int, ...]:
+        return tuple(self._processor_outputs(text, images)["input_ids"][0].tolist())
+
+    def _processor_outputs(self, text: str, images: Sequence[Image]) -> Mapping[str, Any]:
+        """Return what the processor makes of a rendered chat with pictures."""
         processor = self.processor
         if self.marks.has_hidden(text):
             processor = copy.copy(processor)
             processor.tokenizer = TextTokenizer(self.marks)
-        inputs = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
-        ids = tuple(inputs["input_ids"][0].tolist())
-        if len(images) > 1:
-            return ids, tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
-        tensors = {name: inputs[name] for name in inputs if name not in TEXT_OUTPUTS}
-        return ids, (Picture(images[0], ids.count(self.image_id), tensors),)
+        return processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Encode a text, with special tokens in it as text."""

@@ -28,6 +28,9 @@ class SpecialTokens:
             for id, token in tokenizer.added_tokens_decoder.items()
             if token.special or _RESERVED.fullmatch(token.content)
         }
+        known = tokenizer.added_tokens_decoder
+        # Those that leave the encoding of the text around them as it is.
+        self.inert = {id for id in self._texts if not (known[id].lstrip or known[id].rstrip)}
         self._ids = {text: id for id, text in self._texts.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

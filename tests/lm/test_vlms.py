@@ -128,6 +128,24 @@ def test_pictures_one_by_one_are_what_the_processor_makes_of_them_together(famil
 
 
 @every
+def test_a_picture_is_processed_once_and_later_prompts_have_the_ids_that_the_processor_would_write(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = PromptEncoder(tiny_vlms.backbone(family).processor)
+    own, read_by_it = encoder._processor_outputs, list[int]()  # pictures of each call
+    monkeypatch.setattr(encoder, "_processor_outputs", lambda t, i: read_by_it.append(len(i)) or own(t, i))
+    # Text is part of what these two processors write for a picture, so that they read every chat themselves.
+    again = [2] if family in ("idefics3", "gemma3") else []
+    for text, first, calls in (("see: ", 0, [1, 1, 2]), (" <b>, or\n", 3, [1, *again]), ("3 <|im_end|>", 0, again)):
+        parts = [PromptPart(text), PromptPart(image=view(first)), PromptPart("\n\n"), PromptPart(image=view(1))]
+        read_by_it.clear()
+        prompt = encoder.encode(parts, "Act.")
+        assert read_by_it == calls
+        # A new encoder's first prompt is what the processor writes.
+        assert prompt.ids == PromptEncoder(encoder.processor).encode(parts, "Act.").ids
+
+
+@every
 def test_candidates_score_as_in_the_models_own_forward_pass(family: str) -> None:
     """Rows of unequal length, with and without picture and soft tokens, read together."""
     model = executor(family)
