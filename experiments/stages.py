@@ -48,10 +48,11 @@ class Pipeline:
         own = [*self.seed_overrides(seed), *self.collect_settings, *settings]
         run_once(out, name, "collect", "-c", f"collect/{self.config}", *own, "--out", f"{out}/{name}")
 
-    def sft(self, root: Path, seed: int, name: str, *settings: str, rows: str = "collect") -> None:
-        """Train on the rows of `rows`; the checkpoint is ROOT/SEED/sft-NAME."""
+    def sft(self, root: Path, seed: int, name: str, *settings: str, rows: Sequence[str] = ("collect",)) -> None:
+        """Train on the rows of the collections `rows`; the checkpoint is ROOT/SEED/sft-NAME."""
         out = root / str(seed)
-        own = [f"rows={out}/{rows}/rows", f"seed={seed}", *settings]
+        folders = [f"{out}/{collection}/rows" for collection in rows]
+        own = [f"rows=[{','.join(folders)}]", f"seed={seed}", *settings]
         run_once(out, f"sft-{name}", "train", "sft", "-c", f"sft/{self.config}", *own, "--out", f"{out}/sft-{name}")
 
 

@@ -29,7 +29,7 @@ class SpecialTokens:
             if token.special or _RESERVED.fullmatch(token.content)
         }
         known = tokenizer.added_tokens_decoder
-        # Those that leave the encoding of the text around them as it is.
+        # Special tokens that take no spaces from the text beside them, which is encoded the same without them.
         self.inert = {id for id in self._texts if not (known[id].lstrip or known[id].rstrip)}
         self._ids = {text: id for id, text in self._texts.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)

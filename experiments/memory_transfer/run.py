@@ -8,11 +8,11 @@ stages are not repeated.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.load import as_override
 from eval.metrics import joined
 from eval.runs import RESULTS
 from eval.table import interval, markdown_table, points
@@ -27,13 +27,10 @@ def train(
     out: Path, seed: int, systems: Sequence[str], pipeline: Pipeline, collect: Sequence[str], sft: Sequence[str]
 ) -> None:
     """Collect with every system, then train a compiler on each collection and one on all of them."""
-    root = out / str(seed)
     for system in systems:
         pipeline.collect(out, seed, f"memory.system={system}", *collect, name=system)
     for name, used in {**{system: [system] for system in systems}, MIXTURE: list(systems)}.items():
-        rows = ",".join(f"{root}/{system}/rows" for system in used)
-        command = ["train", "sft", "-c", f"sft/{pipeline.config}", f"rows=[{rows}]", f"seed={seed}", *sft]
-        run_once(root, f"sft-{name}", *command, "--out", f"{root}/sft-{name}")
+        pipeline.sft(out, seed, name, *sft, rows=used)
 
 
 def settings_of(
@@ -48,9 +45,9 @@ def settings_of(
         "memory": {name: {"memory.system": name} for name in memories},
         "seed": {str(seed): pipeline.seed_settings(seed) for seed in seeds},
     }
-    text = json.dumps(matrix).replace("${", "\\\\${")  # interpolated in each cell
     baseline = f"baseline={{trained_with: {PASTED}, delivery: {STATIC}}}"
-    return [*pipeline.eval_settings, f"limit={limit}", f"matrix={text}", baseline]
+    # References of the matrix are resolved in each cell.
+    return [*pipeline.eval_settings, f"limit={limit}", as_override("matrix", matrix), baseline]
 
 
 def table(results: Mapping[str, Any], systems: Sequence[str], memories: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.load import as_override
 from experiments.stages import PIPELINES, Pipeline, run_once
 
 VARIANTS = {  # name: settings of SFT
@@ -48,10 +49,9 @@ def evaluate(
     else:
         for level in axes["seed"].values():
             level["compiler.checkpoint"] = checkpoint + sft
-    matrix = json.dumps(axes).replace("${", "\\\\${")  # interpolated in each cell
     command = ["eval", "-c", f"eval/{pipeline.config}", *pipeline.eval_settings, f"deliveries={json.dumps(deliveries)}"]
     folder = f"{out}/{name}"
-    run_once(out, f"eval-{name}", *command, *settings, f"matrix={matrix}", "--out", folder)
+    run_once(out, f"eval-{name}", *command, *settings, as_override("matrix", axes), "--out", folder)
     return folder
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         pipeline.collect(out, seed, "brief_state=false", name=NO_BRIEF)
         for name, settings in {**VARIANTS, NO_BRIEF: VARIANTS[FULL]}.items():
             rows = NO_BRIEF if name == NO_BRIEF else "collect"
-            pipeline.sft(out, seed, name, *settings, *a.sft, rows=rows)
+            pipeline.sft(out, seed, name, *settings, *a.sft, rows=[rows])
     limit, run = f"limit={a.limit}", partial(evaluate, out=out, pipeline=pipeline, seeds=a.seeds)
     deliveries = ["none", "static", "static_top1", "compiled"]
     one_by_one = [f"limit={max(2, a.limit // 8)}", "concurrency=1", "baseline=static"]

@@ -140,7 +140,8 @@ class KarmaWorldSession:
                 return ask(messages, "states", STATES_TOKENS)
 
             found = ask_states(used, trace.records, chat)
-            self.failures["states"] += bool(used) and not found
+            if used and not found:
+                self.failures["states"] += 1
             for id, states in found.items():
                 short.restate(id, states)
 
@@ -216,7 +217,7 @@ class Karma(JournalMemory):
     @property
     def failures(self) -> Counter[str]:
         """Count the language model's unusable answers about states, in the living worlds that this object opened."""
-        return +self._failures
+        return self._failures
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         homes = [(query.task, self._home(query)) for query in queries]

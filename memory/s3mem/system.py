@@ -96,11 +96,12 @@ class S3Mem:
     def reads_with(self) -> ReadingModels:
         """Return the models that a recall asks."""
         embeds = self._embed is not None and self.settings.dense == "embed" and "dense" in self.settings.channels
-        return (*(("embed",) if embeds else ()), *(("api",) if self._parses_with_model else ()))
+        return (*(("embed",) if embeds else ()), *(("api",) if self._parser is not None else ()))
 
     @property
-    def _parses_with_model(self) -> bool:
-        return self.settings.anchors and self._ask is not None and self.settings.writer == "llm"
+    def _parser(self) -> ChatFunction | None:
+        """Return the model that parses questions; None: the rules do."""
+        return self._ask if self.settings.anchors and self.settings.writer == "llm" else None
 
     # retrieval --------------------------------------------------------------------------------------------------------
 
@@ -122,8 +123,8 @@ class S3Mem:
     def _pack(self, index: UnitIndex, question: str, budget: float, costs: TokenCosts = ESTIMATED) -> list[Candidate]:
         """Pack the evidence for one question."""
         settings, scores = self.settings, index.score(question, costs=costs)
-        if self._ask is not None and self._parses_with_model:
-            anchor = parse_with_model(question, scores.anchor, self._ask, self.recall_failures)
+        if self._parser is not None:
+            anchor = parse_with_model(question, scores.anchor, self._parser, self.recall_failures)
             scores = index.score(question, anchor, costs)
         return pack_evidence(scores.anchor, *score_candidates(scores, settings), budget=budget, settings=settings)
 
