@@ -1,12 +1,13 @@
 """Guidance for household errands from what an agent may know: goal, M, b_t, o_t and the last command, without a plan.
 
 What is due follows from the goal's subgoals, which the Brief State holds. The first view lists the scene's places, and
-later views do not, so the Brief State notes at the first view, each as a list of places that shrinks:
+later views do not, so the Brief State begins with them (`env.notes_places`), or they are noted at the first view:
 
-    mug: shelf 2, shelf 1       where M's entries found a mug, and where one was seen since
-    heat: microwave 1           appliances of the kinds that M's entries used
-    cabinet: cabinet 2, ...     places that may receive the thing
-    unsearched: desk 1, ...     places whose content has not been seen
+    places: desk 1, shelf 1, ...        all places
+    unsearched: desk 1, shelf 1, ...    places whose content has not been seen
+    mug: shelf 2, countertop, desk      where to look for a mug, best first: places where M's entries found one in this
+                                        scene or where one was seen, then kinds of places
+    cabinet: cabinet 2                  where the first of two things was put
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
 and `Errands.due` reads the state after them.
@@ -24,22 +25,23 @@ from compiler.brief_state import BETWEEN, MAX_CHARACTERS, PLAN, BriefState, Crea
 from envs.household.command_reader import PUT, TAKE, TREAT, location
 from envs.household.errands import (
     LOOK,
-    PLACE,
+    PLACES,
+    UNSEARCHED,
     Errand,
     Step,
     View,
     kind_of,
     kind_of_episode,
     listed_places,
+    place_notes,
     place_of,
     read_view,
     steps_of,
 )
 from memory.entry import MemoryEntry
 
-HOLDING, UNSEARCHED = "holding", "unsearched"
-MOST = 6  # places that M names for a thing which are noted
-UNKNOWN, SAME_THING = 0.5, 3  # weights in `Errands._worth`
+HOLDING = "holding"
+MOST = 6  # places, and kinds of places, that are noted for a thing
 GO, OPEN = "go to ", "open "
 
 
@@ -143,7 +145,7 @@ class Errands:
         """Note the plan, what the last command did, and what the view shows."""
         if not notes.state.current:
             notes.do(Create(PLAN, "; ".join(self._plan(notes.state))))
-        if (places := listed_places(last.text)) and notes.state.belief(UNSEARCHED) is None:
+        if (places := listed_places(last.text)) and not last.command:
             self._list(notes, last.text, places)
         if last.command and not last.refused:
             self._note_done(notes, last.command)
@@ -163,21 +165,13 @@ class Errands:
         return again[1:] if kind_of(state.belief(HOLDING) or "") == self.errand.thing else again
 
     def _list(self, notes: Notes, text: str, places: Sequence[str]) -> None:
-        """Note the scene's places by what they may be good for."""
-        for need in (f"find {name}" for name in self._things()):
-            named = [lead for lead in self.leads(need, text) if lead.place in places]
+        """Note the scene's places, and where to look for things."""
+        for key, listed in place_notes(text) if notes.state.belief(PLACES) is None else ():
+            notes.put_places(key, listed.split(BETWEEN))
+        for thing in self._things():
+            named = [lead for lead in self.leads(f"find {thing}", text) if lead.place in places]
             own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
-            worth = self._worth(need.removeprefix("find "), places)
-            kinds = [lead.place for lead in named if lead.place not in own and worth[kind_of(lead.place)] > UNKNOWN]
-            kinds.sort(key=lambda place: -worth[kind_of(place)])
-            notes.put_places(need.removeprefix("find "), [*own, *kinds][:MOST])
-        if self.errand.kind not in (LOOK, PLACE):
-            treated = (step for _, steps in self._routines() for step in steps if step.verb == self.errand.kind)
-            used = {kind_of(step.place) for step in treated if step.place}
-            notes.put_places(self.errand.kind, [place for place in places if kind_of(place) in used])
-        if self.errand.kind != LOOK:
-            notes.put_places(self.errand.target, [place for place in places if kind_of(place) == self.errand.target])
-        notes.put_places(UNSEARCHED, places)
+            notes.put_places(thing, [*own[:MOST], *self._kinds(named, places)[:MOST]])
 
     def _things(self) -> list[str]:
         """List the kinds of things to look for."""
@@ -208,7 +202,7 @@ class Errands:
         place = place_of(last.command)
         if not last.command.startswith("examine ") or not place:
             return
-        for key in (*self._things(), self.errand.kind, self.errand.target, UNSEARCHED):
+        for key in (*self._things(), self.errand.target, PLACES, UNSEARCHED):
             notes.drop(key, place, times=len(notes.places(key)))
 
     def _note_seen(self, notes: Notes, place: str, view: View) -> None:
@@ -222,6 +216,9 @@ class Errands:
                 notes.put_places(name, [place] * count + [other for other in listed if other != place])
             notes.drop(name, place, times=listed.count(place) - count)
         notes.drop(UNSEARCHED, place)
+        if kind_of(place) not in map(kind_of, notes.places(UNSEARCHED)):
+            for name in self._things():
+                notes.drop(name, kind_of(place))
 
     def _delivered(self, state: BriefState) -> str:
         """Return the place that received the first of two things; "" if none did."""
@@ -266,33 +263,30 @@ class Errands:
 
     def _seek(self, notes: Notes, last: Answered, thing: str) -> Due | None:
         """Go on searching: open the place here, or go to the next that M names or that was not searched yet."""
-        named, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
+        to_look, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
+        named = [name for name in to_look if kind_of(name) != name]  # the others are kinds of places
         if here in (*named, *unsearched) and last.view.closed:
             return Due(f"{OPEN}{here}", f"{here} is closed")
         unknown = [place for place in last.unseen if place in (*named, *unsearched)]
         if unknown or (here in named and last.view.things is None):
             unknown = unknown or [here]
             return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
-        if places := [place for place in named if place != here]:
-            return Due(f"{GO}{places[0]}", self._why_there(thing, places[0], f"a {thing} was seen in {places[0]}"))
-        worth = self._worth(thing, unsearched)
-        places = sorted(unsearched, key=lambda place: -worth[kind_of(place)])
-        if places := [place for place in places if place != here]:
-            fresh = f"no {thing} so far, and {places[0]} is not searched"
-            return Due(f"{GO}{places[0]}", self._why_there(thing, places[0], fresh))
-        return None
+        of_kinds = [place for kind in to_look for place in unsearched if kind_of(place) == kind]
+        place = next((place for place in (*named, *of_kinds, *unsearched) if place != here), "")
+        if not place:
+            return None
+        otherwise = f"a {thing} was seen in {place}" if place in named else f"{place} is not searched"
+        return Due(f"{GO}{place}", self._why_there(thing, place, otherwise))
 
-    def _worth(self, thing: str, places: Sequence[str]) -> dict[str, float]:
-        """Estimate by kind of place how much is found in one of `places`: what M's entries took from such places, the
-        thing itself counted more, over the number of places; a kind that M does not name counts `UNKNOWN`."""
-        steps = [step for entry in self.memory for step in steps_of(entry.provenance.actions) if step.verb == "take"]
-        taken = Counter[str]()
-        for step in steps if self.by_kinds else ():
-            taken[kind_of(step.place)] += SAME_THING if step.thing == thing else 1
-        return {kind: (taken[kind] + UNKNOWN) / n for kind, n in Counter(map(kind_of, places)).items()}
+    def _kinds(self, leads: Sequence[Lead], places: Sequence[str]) -> list[str]:
+        """List the kinds of places that leads name, those of which the scene has few first."""
+        kinds = dict.fromkeys(kind_of(lead.fact.place) for lead in leads) if self.by_kinds else ()
+        counts = Counter(map(kind_of, places))
+        return sorted((kind for kind in kinds if kind in counts), key=lambda kind: counts[kind])
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
-        places = notes.places(verb)
+        used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}
+        places = [place for place in notes.places(PLACES) if kind_of(place) in used]
         if not holding or not places:
             return None
         if here := [place for place in (last.here, *last.view.facing) if place in places]:
@@ -300,7 +294,8 @@ class Errands:
         return Due(f"{GO}{places[0]}", cited)
 
     def _put(self, notes: Notes, last: Answered, holding: str, cited: str) -> Due | None:
-        places, here = notes.places(self.errand.target), last.here
+        target, here = self.errand.target, last.here
+        places = notes.places(target) or [place for place in notes.places(PLACES) if kind_of(place) == target]
         if unknown := [place for place in last.unseen if place in places]:
             return Due(f"examine {unknown[0]}", f"whether {unknown[0]} is open is not known")
         if here not in places:

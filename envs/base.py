@@ -80,9 +80,17 @@ def _position(at: Sequence[float]) -> Position:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
+    """What the agent sees.
+
+    Args:
+        admissible: the commands that are possible now; None: the benchmark lists no commands.
+        beliefs: of the first observation, the keys and values with which the Brief State begins.
+    """
+
     text: str
     image: "Image | None" = None
-    admissible: tuple[str, ...] | None = None  # None: the benchmark lists no commands
+    admissible: tuple[str, ...] | None = None
+    beliefs: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

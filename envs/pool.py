@@ -268,7 +268,8 @@ def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
     picture, commands = None, value["admissible"]
     if value["image"]:
         picture = open_picture(blobs[0])
-    return Observation(value["text"], picture, None if commands is None else tuple(commands))
+    beliefs = tuple((key, text) for key, text in value.get("beliefs", ()))
+    return Observation(value["text"], picture, None if commands is None else tuple(commands), beliefs)
 
 
 def _transition(value: Mapping[str, Any], blobs: list[bytes]) -> Transition:

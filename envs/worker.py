@@ -7,7 +7,8 @@ interpreter. The hosted object is an `envs.base.Environment` or, if its attribut
 imported, a plain object:
 
     tasks(split) -> dicts with the fields of `envs.base.Task`
-    reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None}
+    reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None,
+                         "beliefs": list of pairs; optional}
     sequences(split) -> dicts with the fields of `envs.base.TaskSequence`, and proceed(task dict) -> as reset; optional
     step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool,
                      "truncated": bool}
@@ -210,7 +211,9 @@ class HostedEnvironment:
         image, admissible = field(observation, "image", None), field(observation, "admissible", None)
         blobs = [] if image is None else [png(image)]
         commands = None if admissible is None else [str(command) for command in admissible]
-        return {"text": str(field(observation, "text")), "admissible": commands, "image": bool(blobs)}, blobs
+        shown = {"text": str(field(observation, "text")), "admissible": commands, "image": bool(blobs)}
+        beliefs = [[str(key), str(text)] for key, text in field(observation, "beliefs", ())]
+        return {**shown, **({"beliefs": beliefs} if beliefs else {})}, blobs
 
 
 class CallServer:

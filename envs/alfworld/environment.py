@@ -53,9 +53,10 @@ class AlfworldEnvironment(EngineEnvironment):
         seed: int = 0,
         sequences: Mapping[str, Any] | None = None,
         wording: WordingName = "game",
+        notes_places: bool = False,
     ) -> None:
         self._folder = AlfworldGames(data_root, wording)
-        super().__init__(self._folder, images, seed, sequences)
+        super().__init__(self._folder, images, seed, sequences, notes_places)
 
     def game_file(self, task: Task) -> Path:
         return self._folder.path(task)
@@ -186,6 +187,8 @@ class AlfworldSettings(EnvSettings):
     wording: WordingName = "game"
     """Words of commands and answers: each game's own, alfworld 0.4's (`move mug 1 to desk 1`), or those before 0.4
     (`put mug 1 in/on desk 1`), which older papers and few-shot examples have."""
+    notes_places: bool = False
+    """The Brief State begins with the places that the first view lists, which no compiler then has to copy."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one game's world, for memory.protocol living."""
 
@@ -201,7 +204,7 @@ class AlfworldSettings(EnvSettings):
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
     root = str(Path(settings.data_root).resolve()) if settings.data_root else None
     name = "TextWorldEnvironment" if settings.engine == "textworld" else "AlfworldEnvironment"
-    arguments = settings.model_dump(include={"images", "seed", "sequences", "wording"})
+    arguments = settings.model_dump(include={"images", "seed", "sequences", "wording", "notes_places"})
     return WorkerSpec(f"{__name__}:{name}", {"data_root": root, **arguments})
 
 

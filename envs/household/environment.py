@@ -1,6 +1,7 @@
 """Household environment: episodes of the engine, and generated homes with settings and spec."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field, NonNegativeInt
@@ -8,6 +9,7 @@ from pydantic import Field, NonNegativeInt
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Command, Engine
+from envs.household.errands import place_notes
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.sequences import SequenceSettings, sequences
@@ -44,12 +46,22 @@ class EngineEnvironment:
     """Environment of games in the household engine, with one live episode.
 
     As in ALFWorld, the answer to an impossible command is "Nothing happens.".
+
+    Args:
+        notes_places: the Brief State begins with the places that the first view lists.
     """
 
     name = "household"
 
-    def __init__(self, games: Games, images: bool, seed: int = 0, sequences: Mapping[str, Any] | None = None) -> None:
-        self._games, self._images = games, images
+    def __init__(
+        self,
+        games: Games,
+        images: bool,
+        seed: int = 0,
+        sequences: Mapping[str, Any] | None = None,
+        notes_places: bool = False,
+    ) -> None:
+        self._games, self._images, self._notes_places = games, images, notes_places
         self._seed, self._sequences = seed, SequenceSettings.model_validate(sequences or {})
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
@@ -65,7 +77,7 @@ class EngineEnvironment:
         game, self._marked = self._games.game(task)
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, engine.reset()), None, None
-        return self._observe(engine.intro())
+        return self._first(engine.intro())
 
     def sequences(self, split: str) -> list[TaskSequence]:
         """List the sequences of the settings, each of which is in one of the split's worlds."""
@@ -84,7 +96,7 @@ class EngineEnvironment:
             raise EnvironmentFailure(f"task {task.id} is of another world than the live one: call reset(task)")
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, state), None, None
-        return self._observe(engine.again(state))
+        return self._first(engine.again(state))
 
     def step(self, action: str) -> Transition:
         """Carry out one command."""
@@ -138,6 +150,9 @@ class EngineEnvironment:
     def _marked_index(self) -> int | None:
         return None if self._marked is None else next(iter(self.game.places(self._marked, self.state)), None)
 
+    def _first(self, text: str) -> Observation:
+        return replace(self._observe(text), beliefs=place_notes(text) if self._notes_places else ())
+
     def _observe(self, text: str) -> Observation:
         engine, state = self._live()
         self._commands = engine.commands(state)
@@ -161,10 +176,11 @@ class HouseholdEnvironment(EngineEnvironment):
         kinds: Sequence[str] = DEFAULT_KINDS,
         remembered_share: float = 0.0,
         sequences: Mapping[str, Any] | None = None,
+        notes_places: bool = False,
     ) -> None:
         shares = visual_share, remembered_share
         games = Generator(seed, scenes, *shares, fixed_objects, wandering_objects, tuple(kinds))
-        super().__init__(games, images, seed, sequences)
+        super().__init__(games, images, seed, sequences, notes_places)
 
 
 def pickup_views(actions: Sequence[str]) -> Sequence[int]:
@@ -189,13 +205,15 @@ class HouseholdSettings(EnvSettings):
     """Things per home whose place is the same in every episode."""
     wandering_objects: int = Field(default=3, ge=0)
     """Things per home whose place differs in each episode."""
+    notes_places: bool = False
+    """The Brief State begins with the places that the first view lists, which no compiler then has to copy."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one home, for memory.protocol living."""
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:
     homes = {"scenes", "visual_share", "remembered_share", "kinds", "fixed_objects", "wandering_objects"}
-    arguments = settings.model_dump(include={"seed", "images", "sequences", *homes}, exclude_none=True)
+    arguments = settings.model_dump(include={"seed", "images", "sequences", "notes_places", *homes}, exclude_none=True)
     return WorkerSpec(f"{__name__}:HouseholdEnvironment", arguments)
 
 

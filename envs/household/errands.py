@@ -5,12 +5,14 @@ in views: `cabinet 3`, `mug 1`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.household.command_reader import PUT, TAKE, TREAT, USE
 
 LOOK, PLACE = "look", "put"  # kinds of errands beside the treatments heat, cool and clean
+PLACES, UNSEARCHED = "places", "unsearched"  # beliefs that list a scene's places
 _ADJECTIVES = {"hot": "heat", "cool": "cool", "clean": "clean"}
 _IN = r"(?:in/on|in|on) (?:a |an |the )?(?P<target>[a-z]+)"
 _GOALS = (
@@ -128,6 +130,17 @@ def listed_places(text: str) -> list[str]:
     """List the scene's places that a view of the room names."""
     listed = _LISTED.search(text)
     return _NAME.findall(listed["places"]) if listed else []
+
+
+def place_notes(text: str) -> tuple[tuple[str, str], ...]:
+    """Note the places that a view of the room lists, none of which has been searched; () without a list.
+
+    Kinds of which there are few are to be searched first, so that a search soon covers most kinds.
+    """
+    places = listed_places(text)
+    counts = Counter(map(kind_of, places))
+    unsearched = sorted(places, key=lambda place: counts[kind_of(place)])
+    return ((PLACES, ", ".join(places)), (UNSEARCHED, ", ".join(unsearched))) if places else ()
 
 
 def place_of(command: str) -> str:

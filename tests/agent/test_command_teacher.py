@@ -9,7 +9,7 @@ from agent.command_teacher import CommandTeacher, Teaching, load_teacher
 from agent.deliveries import Delivery, find
 from agent.episode import EpisodeLimits, EpisodeSpec, run_episodes
 from agent.records import Episode, EpisodeContext
-from compiler.brief_state import BriefState, Delete, apply_ops
+from compiler.brief_state import Belief, BriefState, Create, Delete, apply_ops
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from configs.collect import CollectConfig
@@ -23,7 +23,7 @@ from envs.base import Environment
 from envs.command_reader import CommandReader
 from envs.household.command_reader import AlfworldReader, HouseholdReader
 from envs.household.environment import HouseholdEnvironment
-from envs.household.errands import Errand, read_errand
+from envs.household.errands import Errand, place_notes, read_errand
 from envs.household.world import KINDS
 from envs.registry import Environments
 from envs.scienceworld.command_reader import ScienceWorldReader
@@ -77,10 +77,12 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     first = talk.hear(ROOM)
     assert (first.guidance, first.reason) == ("go to shelf 1", "in FloorPlan2 the mug was in shelf 9")
     assert talk.state.current == "find mug" and talk.state.pending == ("cool mug", "put mug in cabinet")
-    assert talk.state.belief("cool") == "fridge 1" and talk.state.belief("cabinet") == "cabinet 2, cabinet 1"
+    assert talk.state.belief("mug") == "shelf"  # the kind of place where M's entry found one
+    assert talk.state.belief("places") == "cabinet 2, cabinet 1, countertop 1, fridge 1, shelf 1"
+    assert talk.state.belief("unsearched") == "countertop 1, fridge 1, shelf 1, cabinet 2, cabinet 1"  # few first
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
-    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
-    assert lacks.ops == (Delete("mug", "shelf 1"), Delete("unsearched", "shelf 1"))
+    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "countertop 1 is not searched")
+    assert lacks.ops == (Delete("unsearched", "shelf 1"), Delete("mug", "shelf"))  # it was the only shelf
     seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
     assert seen.guidance == "take mug 2 from countertop 1" and "mug 2 is in view" in seen.reason
     taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
@@ -94,6 +96,24 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     opened = talk.hear("You open the cabinet 2. The cabinet 2 is open. In it, you see nothing.", "open cabinet 2")
     assert opened.guidance == "move mug 2 to cabinet 2"
     assert talk.state.completed == ("take mug 2 from countertop 1", "cool mug 2 with fridge 1")
+
+
+def test_places_that_the_brief_state_begins_with_are_not_noted_again() -> None:
+    noted, begun = Talk(COOLED), Talk(COOLED)
+    begun.state = BriefState(GOAL, beliefs=tuple(Belief(*each) for each in place_notes(ROOM)))
+    assert [op.key for op in begun.hear(ROOM).ops if isinstance(op, Create)] == ["plan", "mug"]
+    noted.hear(ROOM)
+    assert begun.state == noted.state
+
+
+def test_the_second_of_two_things_goes_where_the_first_was_put() -> None:
+    two = remembered("FloorPlan2", "take mug 1 from shelf 1", "move mug 1 to desk 1", goal="put two mug in desk")
+    talk = Talk(two, goal="in FloorPlan1: put two mug in cabinet")
+    talk.hear(ROOM)
+    talk.hear("You pick up the mug 2 from the shelf 1.", "take mug 2 from shelf 1")
+    talk.hear("You move the mug 2 to the cabinet 1.", "move mug 2 to cabinet 1")
+    assert talk.state.belief("cabinet") == "cabinet 1"
+    assert talk.hear("You pick up the mug 1 from the shelf 1.", "take mug 1 from shelf 1").guidance == "go to cabinet 1"
 
 
 def test_a_lamp_that_was_seen_here_is_used_although_the_last_answer_does_not_show_it() -> None:
@@ -142,7 +162,7 @@ def test_a_thing_put_down_in_the_wrong_place_is_fetched_from_there() -> None:
     talk.hear(ROOM)
     talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
     put = talk.hear("You move the mug 2 to the shelf 1.", "move mug 2 to shelf 1")
-    assert talk.state.current == "find mug" and talk.state.belief("mug") == "shelf 1"
+    assert talk.state.current == "find mug" and talk.state.belief("mug") == "shelf 1, shelf"
     assert put.guidance == "examine shelf 1"  # the answer does not show what is there
     assert talk.hear("You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1").guidance == "open fridge 1"
     emptied = "You open the fridge 1. The fridge 1 is open. In it, you see nothing."
@@ -267,7 +287,7 @@ def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None
 
 def test_controls_name_no_places_or_those_of_random_entries() -> None:
     blind = Talk(COOLED, teacher=replace(TEACHER, entry="none"))
-    assert blind.hear(ROOM).reason == "no mug so far, and countertop 1 is not searched"
+    assert blind.hear(ROOM).reason == "countertop 1 is not searched"
     pen = remembered("FloorPlan3", "take pen 1 from cabinet 1", "cool pen 1 with fridge 1", "move pen 1 to shelf 1")
     wrong = Talk(pen, teacher=replace(TEACHER, entry="random")).hear(ROOM)
     assert (wrong.guidance, wrong.reason) == ("go to cabinet 2", "in FloorPlan1 the mug was in cabinet 2")

@@ -19,6 +19,13 @@ from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 from tests.memory.entries import by_id
 
 
+class NotingEnv(CountingEnv):
+    """An environment whose first observation has beliefs."""
+
+    def reset(self, task):
+        return replace(super().reset(task), beliefs=(("places", "desk 1, desk 2"),))
+
+
 class Forgets:
     """A session that fails at its third recall or observation."""
 
@@ -43,6 +50,16 @@ def run(specs, delivery=None, executor=None, **kwargs):
     return run_episodes(
         CountingEnv, specs, delivery, executor or recorder, EpisodeLimits(max_steps=5), **kwargs
     ), recorder
+
+
+def test_the_brief_state_begins_with_the_beliefs_of_the_first_observation():
+    recorder = Recorder()
+    [episode] = run_episodes(
+        NotingEnv, [spec(3)], Delivery("compiled", "compiled", recorder), recorder, EpisodeLimits(max_steps=5)
+    )
+    begun = "goal: in home 1: goal 3\nnote: places = desk 1, desk 2"
+    assert episode.steps[0].brief_before == begun
+    assert episode.steps[1].brief_before == begun.replace("\n", "\nnow: a\nnext: b\n")
 
 
 def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():

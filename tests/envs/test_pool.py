@@ -68,13 +68,14 @@ def test_a_lease_is_an_environment() -> None:
 def test_the_household_is_the_same_in_a_worker() -> None:
     from envs.household.environment import HouseholdEnvironment
 
-    arguments = {"scenes": {"train": 2, "test": 2}, "seed": 3}
+    arguments = {"scenes": {"train": 2, "test": 2}, "seed": 3, "notes_places": True}
     direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
     with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
         assert tasks_of(pool, "test") == direct.tasks("test")
         remote = pool.lease()
         for one in direct.tasks("test")[:4]:
             pairs = [(direct.reset(one), remote.reset(one))]
+            assert [key for key, _ in pairs[0][0].beliefs] == ["places", "unsearched"]
             plan = direct.expert()
             assert plan == remote.expert() and plan
             for action in plan:
@@ -82,7 +83,7 @@ def test_the_household_is_the_same_in_a_worker() -> None:
                 pairs.append((here.observation, there.observation))
                 assert (here.progress, here.success, here.done) == (there.progress, there.success, there.done)
             for here, there in pairs:
-                assert (here.text, here.admissible) == (there.text, there.admissible)
+                assert (here.text, here.admissible, here.beliefs) == (there.text, there.admissible, there.beliefs)
                 assert here.image.tobytes() == there.image.tobytes()  # type: ignore[union-attr]
 
 

@@ -111,7 +111,7 @@ def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_
 def test_exchanged_numbers_are_those_of_things_and_equal_in_a_whole_episode():
     view = "On the shelf 1, you see a mug 1, a mug 2, and a pan 9."
     states = [commands.State(CompileRequest(GOAL, (), None, view, history=()), "> x | take mug 2 from shelf 1")]
-    batches = commands.EpisodeBatches(NEW, [encoded(states)], rows=1, numbers=True)
+    batches = commands.EpisodeBatches(NEW, [encoded(states)], rows=1)
     seen = set()
     for seed in range(20):
         batch = batches.draw(random.Random(seed))

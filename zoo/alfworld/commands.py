@@ -4,13 +4,13 @@
 
 The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw entries, then learns the emissions of
 the teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no
-entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. Scene labels are
-exchanged at random. The stages:
+entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. Scene labels
+are exchanged at random and, in half of the episodes, the numbers of things, so that they have to be read and not
+guessed. The stages:
 
 1. `commands`: an agent that follows the teacher's commands, and strays at some steps, visits the states.
 2. `own_states`, twice, with other games: half of the states come from an agent that follows the compiler of the stage
-   before, with the Brief States that it wrote (DAgger, Ross et al. 2011). The numbers of things are exchanged at random
-   too, so that they have to be read and not guessed.
+   before, with the Brief States that it wrote (DAgger, Ross et al. 2011).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from compiler.prompt import compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
 from data_gen.recall_mix import RecallMix
+from envs.alfworld.environment import AlfworldSettings
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
@@ -100,9 +101,7 @@ def train_compiler(
             player = load_text_compiler(str(work / "player"), engine=engine)
             games_of = evenly(learned, own_games, i), evenly(held_out, max(own_games // 10, 1), i)
             played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
-            batches = [
-                EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows, numbers=True) for states in played
-            ]
+            batches = [EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows) for states in played]
             del player
             model = _train(model, work, name, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
@@ -223,7 +222,7 @@ def material(
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
     memory = EvalMemoryConfig(k=K, pictures=0, settings={"text": "raw", "outcomes": "success"})
-    make_env, tasks, bank = games_and_bank(work, split, games, memory)
+    make_env, tasks, bank = games_and_bank(work, split, games, memory, AlfworldSettings(notes_places=True))
     return make_env, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
 
 
@@ -286,7 +285,6 @@ class EpisodeBatches:
 
     Args:
         sources: kinds of episodes, of which a batch has equally many.
-        numbers: whether the numbers of things are exchanged as scene labels are, in half of the episodes.
     """
 
     def __init__(
@@ -294,12 +292,10 @@ class EpisodeBatches:
         tokenizer: PreTrainedTokenizerFast,
         sources: Sequence[Sequence[EncodedEpisode]],
         rows: int,
-        numbers: bool = False,
     ) -> None:
         self._pools = [LengthPool(episodes, lambda episode: len(episode.given)) for episodes in sources]
         self._labels, self._rows = SceneLabels(tokenizer), rows
         self._numbers = np.array([tokenizer(number, add_special_tokens=False)["input_ids"] for number in NUMBERS])
-        self._exchange_numbers = numbers
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
@@ -311,7 +307,7 @@ class EpisodeBatches:
     def _table(self, rng: random.Random) -> np.ndarray:
         """Draw a permutation (V,) of token ids for an episode."""
         table = self._labels.exchange(rng)
-        if self._exchange_numbers and rng.random() < 0.5:
+        if rng.random() < 0.5:
             table[self._numbers] = self._numbers[rng.sample(range(len(NUMBERS)), len(NUMBERS))]
         return table
 

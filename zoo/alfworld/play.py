@@ -53,19 +53,19 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
-    make_env, tasks, bank = games_and_bank(work, split, limit, EvalMemoryConfig(k=K))
+    make_env, tasks, bank = games_and_bank(work, split, limit, EvalMemoryConfig(k=K), AlfworldSettings())
     return make_env, episode_specs(tasks, bank, K)
 
 
 def games_and_bank(
-    work: Path, split: str, limit: int | None, memory: EvalMemoryConfig
+    work: Path, split: str, limit: int | None, memory: EvalMemoryConfig, env: AlfworldSettings
 ) -> tuple[Make, list[Task], MemorySystem]:
     """Return an environment factory, the first `limit` games of a split, and the bank of the train games.
 
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
-    config = EvalConfig(env=AlfworldSettings(), memory=memory, split=split, limit=limit)
+    config = EvalConfig(env=env, memory=memory, split=split, limit=limit)
     envs = Environments(config.env)  # in this process: needs no close
     tasks, experience = select_tasks(config, envs, split)
     return envs.lease, tasks, open_experience_bank(config, envs, experience, work)
