@@ -1,0 +1,83 @@
+"""Plot success and executor tokens against the number of memory entries, pasted, compiled, and told by the teacher.
+
+    python -m experiments.haystack.run --out out/haystack [a.b=c ...]
+
+plays `eval/alfworld-haystack`, resumes after a kill, prints the table and writes OUT/haystack.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.metrics import display_name, split_name
+from eval.plots import CURVES, MARKERS, figure_of, plain, quiet, save_figure, titled
+from eval.runs import read_results
+from eval.table import interval, markdown_table
+from experiments.stages import run_once
+
+Curves = dict[str, dict[int, Mapping[str, Any]]]  # summaries by delivery and number of entries
+
+
+def curves_of(results: Mapping[str, Any]) -> Curves:
+    """Sort the summaries of the matrix by delivery and number of entries."""
+    found: Curves = {}
+    for name, summary in results["results"].items():
+        group, delivery = split_name(name)
+        found.setdefault(delivery, {})[int(group.rpartition("=")[2])] = summary
+    return {delivery: dict(sorted(by_size.items())) for delivery, by_size in found.items()}
+
+
+def table(curves: Curves) -> list[str]:
+    """Format success and tokens a step by delivery and number of entries."""
+    rows = [
+        [
+            display_name(delivery),
+            str(entries),
+            *(interval(rate) for rate in summary["success_at"].values()),
+            f"{summary['executor_tokens_per_step']:.0f}",
+        ]
+        for delivery, by_size in curves.items()
+        for entries, summary in by_size.items()
+    ]
+    budgets = next(iter(next(iter(curves.values())).values()))["success_at"]
+    return markdown_table(["", "entries", *(f"within {b} steps, %" for b in budgets), "tokens a step"], rows, left=1)
+
+
+def plot(curves: Curves, path: Path) -> None:
+    """Plot success within the last budget, with its 95 % interval, and the executor's tokens a step."""
+    figure, (success, tokens) = figure_of((8.4, 3.2), 1, 2)
+    for i, (delivery, by_size) in enumerate(curves.items()):
+        look: dict[str, Any] = {"color": CURVES[i], "marker": MARKERS[i], "label": plain(display_name(delivery))}
+        entries, summaries = list(by_size), by_size.values()
+        rates = [list(summary["success_at"].values())[-1] for summary in summaries]
+        mean, low, high = ([100 * rate[end] for rate in rates] for end in ("mean", "low", "high"))
+        success.fill_between(entries, low, high, color=CURVES[i], alpha=0.16, linewidth=0)
+        success.plot(entries, mean, **look)
+        tokens.plot(entries, [summary["executor_tokens_per_step"] for summary in summaries], **look)
+    for panel, title in ((success, "games solved, %"), (tokens, "executor's tokens a step")):
+        panel.set_xscale("log", base=2)
+        sizes = sorted({entries for by_size in curves.values() for entries in by_size})
+        panel.set_xticks(sizes, [str(entries) for entries in sizes])
+        panel.set_ylim(bottom=-2 if panel is success else 0)
+        titled(panel, title)
+        quiet(panel, grid="y")
+    success.legend(fontsize=8, frameon=False)
+    save_figure(figure, path, "entries in memory (raw trajectories; band: 95 % interval)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation, such as limit=35")
+    parser.add_argument("--out", type=Path, default=Path("out/haystack"))
+    a = parser.parse_args()
+    run_once(a.out, "eval", "eval", "-c", "eval/alfworld-haystack", *a.overrides, "--out", str(a.out / "eval"))
+    curves = curves_of(read_results(a.out / "eval"))
+    print(*table(curves), sep="\n")
+    plot(curves, a.out / "haystack.png")
+
+
+if __name__ == "__main__":
+    main()
