@@ -1,9 +1,10 @@
 """Train soft tokens to carry the command that is due where the text names only the subgoal.
 
 The rows are those of a collection by the teacher of level `command`: the same states and actions, but the guidance of
-every step, past ones too, is reworded to level `subgoal`, on which the frozen executor solves nothing by text. What the
-executor gains from a compiler trained on them therefore comes through the soft tokens. Each variant is one SFT run, and
-one evaluation with text alone, with soft tokens, and with another episode's soft tokens.
+every step, past ones too, is reworded to level `subgoal`, on which the frozen executor solves nothing by text. The
+compiler of commands is first trained further to say subgoals. What the executor gains from a compiler trained on these
+rows therefore comes through the soft tokens. Each variant is one SFT run, and one evaluation with text alone, with soft
+tokens, and with another episode's soft tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from data_gen.rows import save_rows
 from experiments.stages import run_once
 from memory.bank import MemoryBank
 from memory.protocol import EntryStore
+from zoo.alfworld.commands import train_subgoal_compiler
 from zoo.alfworld.play import READER
 
+COMMANDS = Path("zoo/alfworld-frozen/compiler")
 VARIANTS = {  # name: settings of SFT and evaluation
     "n0": ["soft=false"],
     "n4": ["compiler.soft.n_tokens=4"],
@@ -75,6 +78,8 @@ def main() -> None:
         a.collection = a.out / "collect"
         run_once(a.out, "collect", "collect", "-c", "collect/alfworld-frozen", "limit=1200", "--out", str(a.collection))
     reworded_rows(a.collection, a.out / "reworded")
+    if not (a.out / "compiler" / "RECORD.json").exists():
+        train_subgoal_compiler(a.out / "compiler", a.out / "work", COMMANDS)
     for name in a.variants:
         train_and_evaluate(name, VARIANTS[name], out=a.out, sft=a.sft, evaluation=a.eval)
 
@@ -84,10 +89,11 @@ def train_and_evaluate(
 ) -> None:
     """Train a variant and evaluate it in homes left out; both resume."""
     trained, soft = out / f"sft-{name}", "soft=false" not in settings
-    own = [setting for setting in settings if setting.startswith("compiler.")]
+    says = f"compiler.model={out / 'compiler'}"
+    own = [says, *(setting for setting in settings if setting.startswith("compiler."))]
     deliveries = ["compiled_text", "compiled", "compiled_shuffled_soft"] if soft else ["compiled_text"]
     trains = ["train", "sft", "-c", "sft/alfworld-frozen", f"rows={out / 'reworded' / 'rows'}", "max_steps=90"]
-    run_once(out, trained.name, *trains, *settings, *sft, "--out", f"{trained}")
+    run_once(out, trained.name, *trains, says, *settings, *sft, "--out", f"{trained}")
     chosen = [f"compiler.checkpoint={trained}", "select={home: [left_out]}", f"deliveries=[{','.join(deliveries)}]"]
     plays = ["eval", "-c", "eval/alfworld-frozen", *chosen, *own, *evaluation]
     run_once(out, f"eval-{name}", *plays, "--out", f"{out}/eval-{name}")

@@ -141,6 +141,9 @@ def test_states_of_a_compiler_hold_its_own_notes_and_the_teacher_s_emissions(tmp
     teacher = CommandTeacher(reader=AlfworldReader())
     assert all(state.request.state.belief("seen") == "nothing" for state in states)
     assert all(state.emission == render(teacher.emission(state.request)) for state in (first, *states))
+    subgoals = commands.recorded_states(make_env, specs, 0, level="subgoal")
+    assert all("> " not in s.emission or "go to" not in s.emission for of in subgoals for s in of)
+    assert [len(of) for of in subgoals] == [len(of) for of in commands.recorded_states(make_env, specs, 0)]
 
 
 @pytest.mark.slow
@@ -156,6 +159,8 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
     assert record["steps"] == {"commands": 2, "own_states": 1, "own_states_2": 1}
     assert load_backbone(tmp_path / "out", torch.float32, "cpu")
+    commands.train_subgoal_compiler(tmp_path / "sub", tmp_path / "work", tmp_path / "out", games=4, steps=1, rows=2)
+    assert json.loads((tmp_path / "sub" / "RECORD.json").read_text())["steps"] == {"subgoals": 1}
     export_split(HouseholdEnvironment(scenes={"valid_seen": 2}, images=False), "valid_seen", tmp_path / "data", limit=2)
     results = {r.name: r for r in command_gates(str(tmp_path / "out"), None, tmp_path / "work/gate", "valid_seen", 2)}
     assert not results["home in the bank: right command"].passed  # an untrained model

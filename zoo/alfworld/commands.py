@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer, save
 from zoo.recipes import train_stage, write_model
 
+Level: TypeAlias = Literal["command", "subgoal"]
+
 BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
@@ -56,7 +58,7 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-STAGE, OWN_STATES = "commands", ("own_states", "own_states_2")
+STAGE, OWN_STATES, SUBGOALS = "commands", ("own_states", "own_states_2"), "subgoals"
 OWN_GAMES = 240  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
@@ -116,6 +118,31 @@ def train_compiler(
     )
 
 
+def train_subgoal_compiler(
+    out: Path, work: Path, base: Path, seed: int = 0, games: int = 800, steps: int = 200, rows: int = 4
+) -> None:
+    """Train a compiler of commands to say the subgoals of the same states instead, with the same notes.
+
+    Args:
+        base: folder of the compiler of commands.
+        games: number of train games.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    make_env, specs = material(work, seed, games)
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if not stages.finished(work / SUBGOALS):
+        backbone = Backbone(model, tokenizer)
+        parts = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
+        played = [EpisodeStates(make_env, of, seed, backbone, "subgoal") for of in parts]
+        batches = [EpisodeBatches(tokenizer, (states.play(),), rows) for states in played]
+        model = _train(model, work, SUBGOALS, seed, steps, batches, RATE / 2)
+    else:
+        model = LlamaForCausalLM.from_pretrained(work / SUBGOALS, dtype=torch.float32)
+    settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base)}
+    recipe = "compiler --world alfworld-frozen (subgoals)"
+    write_model(recipe, out, model=model.half(), processor=tokenizer, work=work, names=(SUBGOALS,), settings=settings)
+
+
 def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
     done = next((work / name for name in (*OWN_STATES[::-1], STAGE) if stages.finished(work / name)), None)
@@ -172,17 +199,19 @@ class State:
 
 @dataclass
 class StateRecorder:
-    """Records the states of every episode with the emissions of the teacher of level `command`; delivers the teacher's
-    emission, or that of a `compiler`."""
+    """Records the states of every episode with the teacher's emissions of a level; delivers its commands, or what a
+    `compiler` says."""
 
     needs_expert: ClassVar[bool] = False
     compiler: Compiler | None = None
+    level: Level = "command"
     teacher: CommandTeacher = field(default_factory=lambda: CommandTeacher(reader=READER))
     episodes: dict[str, list[State]] = field(default_factory=dict)
 
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         made = self.teacher.compile(requests, contexts)
-        for request, context, compilation in zip(requests, contexts, made, strict=True):
+        said = made if self.level == "command" else replace(self.teacher, level=self.level).compile(requests, contexts)
+        for request, context, compilation in zip(requests, contexts, said, strict=True):
             state = State(request, render(compilation.emission))
             self.episodes.setdefault(context.task_id, []).append(state)
         return made if self.compiler is None else self.compiler.compile(requests)
@@ -227,10 +256,11 @@ def material(
 
 
 def recorded_states(
-    make_env: Make, specs: Sequence[EpisodeSpec], seed: int, compiler: Compiler | None = None
+    make_env: Make, specs: Sequence[EpisodeSpec], seed: int, compiler: Compiler | None = None, level: Level = "command"
 ) -> list[list[State]]:
-    """Play games with the guidance of the teacher, or of a compiler; return the states of each episode."""
-    recorder = StateRecorder(compiler)
+    """Play games with the commands of the teacher, or of a compiler; return the states of each episode with the
+    teacher's emissions of a level."""
+    recorder = StateRecorder(compiler, level)
     guided = Delivery("expert_compiler", "compiled", recorder, soft=False)
     run_games(make_env, specs, delivery=guided, executor=Follower(seed=seed), steps=STEPS)
     return list(recorder.episodes.values())
@@ -268,6 +298,7 @@ class EpisodeStates:
     specs: Sequence[EpisodeSpec]
     seed: int
     backbone: Backbone
+    level: Level = "command"  # of the teacher's emissions
 
     def play(self, compiler: Compiler | None = None) -> list[EncodedEpisode]:
         """Return the states to which the teacher's guidance leads; or a compiler's, with the notes that it took."""
@@ -275,7 +306,7 @@ class EpisodeStates:
         return [
             encode_episode(self.backbone, states)
             for specs in tqdm(chunks, "games to learn from", unit="chunk")
-            for states in recorded_states(self.make_env, specs, self.seed, compiler)
+            for states in recorded_states(self.make_env, specs, self.seed, compiler, self.level)
         ]
 
 
