@@ -3,11 +3,11 @@
 What is due follows from the goal's subgoals, which the Brief State holds. The first view lists the scene's places, and
 later views do not, so the Brief State begins with them (`env.notes_places`), or they are noted at the first view:
 
-    places: desk 1, shelf 1, ...        all places
-    unsearched: desk 1, shelf 1, ...    places whose content has not been seen
-    mug: shelf 2, countertop, desk      where to look for a mug, best first: places where M's entries found one in this
-                                        scene or where one was seen, then kinds of places
-    cabinet: cabinet 2                  where the first of two things was put
+    places: desk 1, shelf 2, ...                the first place of each kind
+    unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen
+    mug: shelf 2, countertop, desk              where to look for a mug, best first: places where M's entries found one
+                                                in this scene or where one was seen, then kinds of places
+    cabinet: cabinet 2                          where the first of two things was put
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
 and `Errands.due` reads the state after them.

@@ -133,14 +133,16 @@ def listed_places(text: str) -> list[str]:
 
 
 def place_notes(text: str) -> tuple[tuple[str, str], ...]:
-    """Note the places that a view of the room lists, none of which has been searched; () without a list.
+    """Note the places that a view of the room lists: the first of each kind, and all that have not been searched, which
+    are all. () without a list.
 
     Kinds of which there are few are to be searched first, so that a search soon covers most kinds.
     """
     places = listed_places(text)
     counts = Counter(map(kind_of, places))
+    first = {kind_of(place): place for place in reversed(places)}
     unsearched = sorted(places, key=lambda place: counts[kind_of(place)])
-    return ((PLACES, ", ".join(places)), (UNSEARCHED, ", ".join(unsearched))) if places else ()
+    return ((PLACES, ", ".join(first[kind] for kind in counts)), (UNSEARCHED, ", ".join(unsearched))) if places else ()
 
 
 def place_of(command: str) -> str:

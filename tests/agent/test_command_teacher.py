@@ -78,7 +78,7 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert (first.guidance, first.reason) == ("go to shelf 1", "in FloorPlan2 the mug was in shelf 9")
     assert talk.state.current == "find mug" and talk.state.pending == ("cool mug", "put mug in cabinet")
     assert talk.state.belief("mug") == "shelf"  # the kind of place where M's entry found one
-    assert talk.state.belief("places") == "cabinet 2, cabinet 1, countertop 1, fridge 1, shelf 1"
+    assert talk.state.belief("places") == "cabinet 2, countertop 1, fridge 1, shelf 1"  # the first of each kind
     assert talk.state.belief("unsearched") == "countertop 1, fridge 1, shelf 1, cabinet 2, cabinet 1"  # few first
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
     assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "countertop 1 is not searched")

@@ -311,8 +311,8 @@ class EpisodeStates:
 
 
 class EpisodeBatches:
-    """Batches of `rows` episodes with memories of similar length and up to `STATES` states each, whose common beginning
-    the model reads once.
+    """Batches of `rows` episodes whose states are of similar length, up to `STATES` states each. Their common beginning
+    is read once, so its length matters less.
 
     Args:
         sources: kinds of episodes, of which a batch has equally many.
@@ -324,7 +324,7 @@ class EpisodeBatches:
         sources: Sequence[Sequence[EncodedEpisode]],
         rows: int,
     ) -> None:
-        self._pools = [LengthPool(episodes, lambda episode: len(episode.given)) for episodes in sources]
+        self._pools = [LengthPool(episodes, lambda episode: max(map(len, episode.rests))) for episodes in sources]
         self._labels, self._rows = SceneLabels(tokenizer), rows
         self._numbers = np.array([tokenizer(number, add_special_tokens=False)["input_ids"] for number in NUMBERS])
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
