@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memory.bank_store import Place, StoreAddress
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
 from memory.registry import RESPONSES
@@ -32,45 +33,61 @@ CROWDED = 64  # minimal number of fragments (one per write) before a merge
 EMBED_NAME, ENTRY_TEXT = b"memcompiler.embed", b"memcompiler.text"  # keys of the schema's metadata
 
 
-def connect(path: Path) -> Any:
+def connect(place: Place) -> Any:
+    """Connect to a bank's database. Raises: BankError, if the environment does not describe the object store."""
     import lancedb
 
-    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms).
-    return lancedb.connect(path, read_consistency_interval=timedelta(0))
+    options = place.options() if isinstance(place, StoreAddress) else None
+    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms; on an object
+    # store one request).
+    return lancedb.connect(
+        place if isinstance(place, Path) else place.uri,
+        read_consistency_interval=timedelta(0),
+        storage_options=options,
+    )
 
 
-def open_version(path: Path, version: int) -> Table:
+def open_version(place: Place, version: int) -> Table:
     """Open the table at a version."""
-    table = connect(path).open_table(TABLE)
+    table = connect(place).open_table(TABLE)
     table.checkout(version)
     return table
 
 
-def find_table(path: Path) -> Table | None:
+def find_table(place: Place) -> Table | None:
     """Open a bank's table at its newest version; None before its first commit.
 
     Raises:
-        BankError: a file, or a folder with other contents.
+        BankError: a file, a folder with other contents, or an object store that cannot be read.
     """
+    if isinstance(place, Path) and not _holds_table(place):
+        return None
+    with bank_errors(place):
+        try:
+            return connect(place).open_table(TABLE)
+        except ValueError as e:
+            if f"Table '{TABLE}' was not found" in str(e):
+                return None
+            raise BankError(f"{place}: {_first_line(e)}") from e
+
+
+def _holds_table(path: Path) -> bool:
+    """Return whether a folder holds a table, finished or not. Raises: BankError, as `find_table`."""
     if path.exists() and not path.is_dir():
         raise BankError(f"{path} is a file, not a memory bank (a folder): to read an export, import it first")
     if not path.exists() or all(inner.name.startswith((UNFINISHED, RESPONSES, LOCK)) for inner in path.iterdir()):
-        return None
+        return False
     if not (path / f"{TABLE}.lance").is_dir():
         raise BankError(f"{path} is not a memory bank and not empty: name another folder")
-    with bank_errors(path):
-        try:
-            return connect(path).open_table(TABLE)
-        except ValueError as e:
-            if "not found" in str(e):
-                return None
-            raise BankError(f"{path}: {e}") from e
+    return True
 
 
-def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") -> Table:
+def create_table(place: Place, schema: pa.Schema) -> Table:
     """Create a bank's table, or open the one that another process has just created."""
-    dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
-    schema = make_schema(dimension, getattr(embed, "name", ""), text)
+    return _create_in_folder(place, schema) if isinstance(place, Path) else _create_on_store(place, schema)
+
+
+def _create_in_folder(path: Path, schema: pa.Schema) -> Table:
     with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
@@ -81,20 +98,33 @@ def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") 
         return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
 
 
+def _create_on_store(address: StoreAddress, schema: pa.Schema) -> Table:
+    """Create a table by its first version's file, which a store accepts from one process only."""
+    with bank_errors(address):
+        try:
+            return connect(address).create_table(TABLE, schema=schema, exist_ok=True)
+        except ValueError as e:
+            raise BankError(f"{address}: {_first_line(e)}") from e
+
+
 @contextmanager
-def bank_errors(path: Path) -> Iterator[None]:
+def bank_errors(place: Place) -> Iterator[None]:
     """Convert LanceDB's errors, which name Rust source lines, to BankError with advice."""
     try:
         yield
     except BankError:
         raise
     except (RuntimeError, OSError) as e:
-        problem = (str(e) or repr(e)).splitlines()[0]
+        where = "disk is full or not reachable" if isinstance(place, Path) else "store refuses or is not reachable"
         raise BankError(
-            f"{path}: {problem}. If the disk is full or not reachable, fix that: what was "
+            f"{place}: {_first_line(e)}. If the {where}, fix that: what was "
             "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
             "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
         ) from e
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def merge_small_writes(table: Table) -> None:
@@ -109,6 +139,12 @@ def merge_small_writes(table: Table) -> None:
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def schema_for(embed: Embed | None, text: EntryText) -> pa.Schema:
+    """Return the schema of a new bank."""
+    dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
+    return make_schema(dimension, getattr(embed, "name", ""), text)
 
 
 def make_schema(dimension: int | None, embed_name: str, text: EntryText = "commands") -> pa.Schema:
@@ -129,7 +165,7 @@ def make_schema(dimension: int | None, embed_name: str, text: EntryText = "comma
     return pa.schema(fields, metadata={EMBED_NAME: encodable(embed_name).encode(), ENTRY_TEXT: text.encode()})
 
 
-def check_schema(schema: pa.Schema, embed: Embed | None, path: Path, text: EntryText | None = None) -> None:
+def check_schema(schema: pa.Schema, embed: Embed | None, path: Place, text: EntryText | None = None) -> None:
     """Raise BankError for a table of another kind, or for an embedding or a text of entries other than the table's."""
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
