@@ -441,11 +441,11 @@ def _batches(items: Iterable[T], size: Callable[[T], tuple[int, int]]) -> Iterat
         yield batch
 
 
-def _open(path: Path, settings: TrajectorySettings, tools: MemoryTools) -> MemoryBank:
-    return MemoryBank(path, tools.embed, settings.text, successes_only=settings.outcomes == "success")
+def _open(place: Place, settings: TrajectorySettings, tools: MemoryTools) -> MemoryBank:
+    return MemoryBank(place, tools.embed, settings.text, successes_only=settings.outcomes == "success")
 
 
-TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open)
+TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open, on_stores=True)
 
 
 def read_exported(line: str, where: str) -> tuple[MemoryEntry, EntryText]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +32,23 @@ UNFINISHED = ".making-"  # prefix of the temporary folder of a new table; a kill
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
 FOREVER = timedelta(days=36_500)  # LanceDB prunes versions older than a week by default
 CROWDED = 64  # minimal number of fragments (one per write) before a merge
+_STORE_SAID = re.compile(r'<Message>(.+?)</Message>|message: "(.+?)"')  # a store's answer, or the system's, in an error
 EMBED_NAME, ENTRY_TEXT = b"memcompiler.embed", b"memcompiler.text"  # keys of the schema's metadata
 
 
 def connect(place: Place) -> Any:
-    """Connect to a bank's database. Raises: BankError, if the environment does not describe the object store."""
+    """Connect to a bank's database. Raises: BankError, if an object store is not reachable or refuses."""
     import lancedb
 
-    options = place.options() if isinstance(place, StoreAddress) else None
     # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms; on an object
     # store one request).
-    return lancedb.connect(
-        place if isinstance(place, Path) else place.uri,
-        read_consistency_interval=timedelta(0),
-        storage_options=options,
-    )
+    connected = partial(lancedb.connect, read_consistency_interval=timedelta(0))
+    if isinstance(place, Path):
+        return connected(place)
+    try:
+        return connected(place.uri, storage_options=place.options())
+    except ValueError as e:
+        raise _bank_error(place, e) from e
 
 
 def open_version(place: Place, version: int) -> Table:
@@ -68,7 +72,7 @@ def find_table(place: Place) -> Table | None:
         except ValueError as e:
             if f"Table '{TABLE}' was not found" in str(e):
                 return None
-            raise BankError(f"{place}: {_first_line(e)}") from e
+            raise BankError(f"{place}: {e}") from e
 
 
 def _holds_table(path: Path) -> bool:
@@ -84,10 +88,13 @@ def _holds_table(path: Path) -> bool:
 
 def create_table(place: Place, schema: pa.Schema) -> Table:
     """Create a bank's table, or open the one that another process has just created."""
-    return _create_in_folder(place, schema) if isinstance(place, Path) else _create_on_store(place, schema)
+    if isinstance(place, Path):
+        _create_in_folder(place, schema)
+    with bank_errors(place):  # a store accepts the file of the first version from one process only
+        return connect(place).create_table(TABLE, schema=schema, exist_ok=True)
 
 
-def _create_in_folder(path: Path, schema: pa.Schema) -> Table:
+def _create_in_folder(path: Path, schema: pa.Schema) -> None:
     with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
@@ -95,16 +102,6 @@ def _create_in_folder(path: Path, schema: pa.Schema) -> Table:
             connect(Path(folder)).create_table(TABLE, schema=schema)
             with suppress(OSError):  # another process was first
                 (Path(folder) / f"{TABLE}.lance").rename(path / f"{TABLE}.lance")
-        return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
-
-
-def _create_on_store(address: StoreAddress, schema: pa.Schema) -> Table:
-    """Create a table by its first version's file, which a store accepts from one process only."""
-    with bank_errors(address):
-        try:
-            return connect(address).create_table(TABLE, schema=schema, exist_ok=True)
-        except ValueError as e:
-            raise BankError(f"{address}: {_first_line(e)}") from e
 
 
 @contextmanager
@@ -115,16 +112,19 @@ def bank_errors(place: Place) -> Iterator[None]:
     except BankError:
         raise
     except (RuntimeError, OSError) as e:
-        where = "disk is full or not reachable" if isinstance(place, Path) else "store refuses or is not reachable"
-        raise BankError(
-            f"{place}: {_first_line(e)}. If the {where}, fix that: what was "
-            "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
-            "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
-        ) from e
+        raise _bank_error(place, e) from e
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0]
+def _bank_error(place: Place, error: Exception) -> BankError:
+    problem, where = (str(error) or repr(error)).splitlines()[0], "disk is full or not reachable"
+    if isinstance(place, StoreAddress):
+        said, where = _STORE_SAID.search(problem), "store refuses or is not reachable"
+        problem = next(filter(None, said.groups())) if said else problem
+    return BankError(
+        f"{place}: {problem}. If the {where}, fix that: what was "
+        "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
+        "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
+    )
 
 
 def merge_small_writes(table: Table) -> None:
