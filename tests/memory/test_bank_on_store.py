@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 
 import memcompiler as mc
 from configs.collect import MemoryConfig
+from configs.evaluation import EvalConfig
+from configs.load import load_config
 from data_gen.memory_factory import initialise_memory, open_memory
 from envs.base import Task
+from eval.evaluate import run_eval
 from memcompiler.cli import app
 from memory.bank import MemoryBank
 from memory.bank_store import place_of
@@ -239,3 +242,15 @@ def test_a_bucket_that_is_missing(store: ObjectStore):
             BankError, match=r"s3://nobody/x: The specified bucket does not exist. If the store refuses"
         ):
             use(MemoryBank("s3://nobody/x"))
+
+
+@pytest.mark.slow
+def test_an_evaluation_recalls_from_a_bank_on_a_store(address: str, tmp_path: Path):
+    bank = MemoryBank(address)
+    bank.write([entry(i) for i in range(9)])
+    executor = "executor={model: zoo/household/executor, dtype: float32, instructions: none, max_new_tokens: 4}"
+    settings = [f"memory.bank={address}", executor, "deliveries=[none, static]", "limit=1", "max_steps=1"]
+    run_eval(load_config(EvalConfig, None, settings), tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["bank"] == address and results["bank_version"] == bank.snapshot() == 2
+    assert results["results"]["static"]["writing"]["entries"] == results["bank_entries"] == 9
