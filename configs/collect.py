@@ -62,7 +62,7 @@ class MemoryConfig(MemoryModels):
     settings: dict[str, Any] = Field(default={})
     """Settings of the memory system; null: its defaults, whatever a file sets for another system."""
     bank: PathName | None = None
-    """Folder of an existing memory; null: the expert fills one."""
+    """Folder of an existing memory, or a bank at s3://BUCKET/PREFIX; null: the expert fills one."""
     version: NonNegativeInt | None = None
     """Version of the memory to read; null: the newest."""
     k: int = Field(default=4, ge=0)

@@ -14,6 +14,8 @@ from envs.registry import known
 from lm.answer_cache import EndpointStop, price, read_totals
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.endpoint_embedder import EndpointEmbedder
+from memory.bank import MemoryBank
+from memory.bank_store import Place, StoreAddress, place_of
 from memory.budgeted import BudgetedMemory
 from memory.protocol import BankError, MemorySystem, ReadsWithModels
 from memory.registry import RESPONSES, ChatFunction, MemoryTools, find, why_unread
@@ -31,29 +33,49 @@ def open_memory(config: MemoryConfig, default: Path, env: str | None = None) -> 
 
     Raises:
         BankError: the folder belongs to another memory system, or to an environment whose views the memory system
-            cannot read, or reads differently from those of `env`.
+            cannot read, or reads differently from those of `env`; or the bank is on an object store, and the memory
+            system keeps files in a folder.
     """
-    spec, path = find(config.system), Path(config.bank or default)
-    if (system := stored_system(path)) not in (None, config.system):
-        raise BankError(f"{path} belongs to memory system {system}: set memory.system={system}, or name another folder")
-    ask = chat_function(Endpoint(config.api, path / RESPONSES)) if config.api else None
+    spec, place = find(config.system), place_of(config.bank or default)
+    if isinstance(place, StoreAddress) and not spec.on_stores:
+        raise BankError(f"{place}: memory system {config.system} keeps its episodes in a file: name a folder")
+    if (system := stored_system(place)) not in (None, config.system):
+        raise BankError(
+            f"{place} belongs to memory system {system}: set memory.system={system}, or name another folder"
+        )
+    answers = _answers_file(config, place)
+    ask = chat_function(Endpoint(config.api, answers)) if config.api else None
     tools = MemoryTools(
-        embedder(config, path / RESPONSES),
+        embedder(config, answers),
         ask,
         content_part if config.api and config.api.images else None,
-        _reader(config.system, path, env),
+        _reader(config.system, place, env),
     )
-    memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
+    memory = spec.open(place, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
         memory = cast(MemorySystem, BudgetedMemory(memory, config.tokens, _token_counter(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory
 
 
-def embedder(models: MemoryModels, cache: Path) -> Embed | None:
+def _answers_file(config: MemoryModels, place: Place) -> Path | None:
+    """Return the file of endpoints' answers, unless the settings name one.
+
+    Raises: BankError, for a bank on an object store with an endpoint that names no file."""
+    if isinstance(place, Path):
+        return place / RESPONSES
+    for name, api in (("api", config.api), ("embed_api", config.embed_api)):
+        if api is not None and not api.cache:
+            raise BankError(
+                f"{place} cannot hold an endpoint's answers: name a file for them (memory.{name}.cache=FILE)"
+            )
+    return None
+
+
+def embedder(models: MemoryModels, cache: Path | None) -> Embed | None:
     """Return the embedding function of the settings, None without one.
 
     Args:
-        cache: file of an endpoint's answers, if the settings name none.
+        cache: file of an endpoint's answers; None: the settings name one.
     """
     if models.embed_api is not None:
         return EndpointEmbedder(Endpoint(models.embed_api, cache))
@@ -67,34 +89,38 @@ def _token_counter(tokenizer: str) -> Callable[[str], int]:
     return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 
-def _reader(system: str, path: Path, env: str | None) -> CommandReader | None:
+def _reader(system: str, place: Place, env: str | None) -> CommandReader | None:
     """Return the reader of the environment's views; None for no environment, or for one that is not installed here."""
-    if (name := env or _marked(path, "env")) is None or (spec := known(name)) is None:
+    if (name := env or _marked(place, "env")) is None or (spec := known(name)) is None:
         return None
     if why := why_unread(system, name, spec.reader):
         raise BankError(why)
-    before = known(of) if (of := _marked(path, "env")) else None
+    before = known(of) if (of := _marked(place, "env")) else None
     if before is not None and find(system).reads_views and not alike(before.reader, spec.reader):
-        raise BankError(f"{path} holds episodes of {before.name}, whose views read differently from those of {name}")
+        raise BankError(f"{place} holds episodes of {before.name}, whose views read differently from those of {name}")
     return spec.reader
 
 
 def initialise_memory(memory: MemorySystem, env: str | None = None) -> None:
-    """Create the memory's files if there are none, and mark its folder with the names of system and environment."""
+    """Create the memory's files if there are none, and mark its folder with the names of system and environment.
+
+    Raises: BankError, for a bank on an object store."""
+    mark = memory.path / MARK
     memory.commit([])
-    if not (memory.path / MARK).exists():
+    if not mark.exists():
         named = {"system": memory.name, "env": env}
-        write_atomically(memory.path / MARK, to_json({key: name for key, name in named.items() if name}))
+        write_atomically(mark, to_json({key: name for key, name in named.items() if name}))
 
 
-def stored_system(path: Path) -> str | None:
+def stored_system(place: Place) -> str | None:
     """Return the memory system of a folder; None for no folder, or for a bank without a mark (of older versions)."""
-    return _marked(path, "system")
+    return _marked(place, "system")
 
 
-def _marked(path: Path, key: str) -> str | None:
-    mark = path / MARK
-    return read_json(mark).get(key) if mark.exists() else None
+def _marked(place: Place, key: str) -> str | None:
+    """Return what a folder's mark says; None without a mark, as on an object store."""
+    mark = place / MARK if isinstance(place, Path) else None
+    return read_json(mark).get(key) if mark is not None and mark.exists() else None
 
 
 def chat_function(endpoint: Endpoint) -> ChatFunction:
@@ -116,8 +142,10 @@ def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
 
     `price` is in the currency of the settings; null where the memory's account names a model that they do not.
     """
-    path = Path(config.api.cache) if config.api and config.api.cache else memory.path / RESPONSES
-    models = read_totals(path)
+    inner = memory.memory if isinstance(memory, BudgetedMemory) else memory
+    place = inner.place if isinstance(inner, MemoryBank) else memory.path
+    path = Path(config.api.cache) if config.api and config.api.cache else _answers_file(config, place)
+    models = read_totals(path) if path is not None else {}
     embedding = models.pop(str(config.embedding_model), {})
     counts = {
         name: sum(of[name] for roles in models.values() for of in roles.values())
@@ -125,7 +153,6 @@ def writing_facts(config: MemoryConfig, memory: MemorySystem) -> dict[str, Any]:
     }
     known = config.api is not None and set(models) <= {config.api.model}
     paid = price(config.api, counts["tokens_in"], counts["tokens_out"]) if config.api and known else None
-    inner = memory.memory if isinstance(memory, BudgetedMemory) else memory
     return {
         "system": memory.name,
         "written_by": " and ".join(models) or "rules",

@@ -68,7 +68,8 @@ def open_memory(
     version: int | None = None,
     **settings: Any,
 ) -> MemorySystem:
-    """Open the memory in a folder, which is created where there is none.
+    """Open the memory in a folder, which is created where there is none, or a bank at s3://BUCKET/PREFIX, which the
+    first write creates.
 
     Args:
         system: the memory system; default: the folder's, or `trajectory`, the paper's bank.
@@ -80,9 +81,12 @@ def open_memory(
         BankError: the folder holds something else, or no such version.
     """
     from data_gen import memory_factory
+    from memory.bank_store import place_of
     from memory.registry import DEFAULT
 
-    is_new, system = not Path(path).exists(), system or memory_factory.stored_system(Path(path)) or DEFAULT
+    place = place_of(path)
+    is_new = isinstance(place, Path) and not place.exists()
+    system = system or memory_factory.stored_system(place) or DEFAULT
     config = MemoryConfig(system=system, bank=str(path), version=version, settings=settings)
     memory = memory_factory.open_memory(config, Path(path), env)
     if is_new:

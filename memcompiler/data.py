@@ -1,6 +1,8 @@
 """Commands for banks and rows: `bank`, `data` and `leakage`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,13 +15,15 @@ if TYPE_CHECKING:
     from configs.collect import CollectConfig, QuestionsConfig
     from data_gen.leakage import LeakageAudit
     from envs.manifest import Manifest
+    from memory.bank import MemoryBank
 
-bank_app = command_group("Inspect, export or import a memory bank.")
+bank_app = command_group("Inspect, copy, export or import a memory bank.")
+Bank = Annotated[str, typer.Argument(help="Folder of a bank, or s3://BUCKET/PREFIX.")]
 data_app = command_group("Inspect, export or push SFT rows; generate questions with a language model.")
 
 
 @bank_app.command("inspect")
-def bank_inspect(bank: Path) -> None:
+def bank_inspect(bank: Bank) -> None:
     """Print a bank's number of entries by split, scene and source, and its versions."""
     from memory.bank import MemoryBank
 
@@ -43,25 +47,47 @@ def bank_show(
 
 
 @bank_app.command("export")
-def bank_export(bank: Path, jsonl: Path) -> None:
+def bank_export(bank: Bank, jsonl: Path) -> None:
     """Export a bank as JSON lines (pictures as base64)."""
     from configs.run_folder import check_inputs
     from memory.bank import MemoryBank
 
-    check_inputs(jsonl, [("BANK", bank)])
+    opened = MemoryBank(bank)
+    check_inputs(jsonl, [("BANK", opened.place)] if isinstance(opened.place, Path) else [])
     if jsonl.exists():
         raise FileExistsError(f"{jsonl} exists: choose another file")
-    MemoryBank(bank).export_jsonl(jsonl)
+    opened.export_jsonl(jsonl)
 
 
 @bank_app.command("import")
-def bank_import(bank: Path, jsonl: Path) -> None:
+def bank_import(bank: Bank, jsonl: Path) -> None:
     """Import JSON lines into a bank; existing entries stay unchanged."""
-    from configs.run_folder import memory_lock
     from memory.bank import MemoryBank
 
-    with memory_lock(bank, "bank import"):
-        MemoryBank(bank).import_jsonl(jsonl)
+    opened = MemoryBank(bank)
+    with _locked(opened, "bank import"):
+        opened.import_jsonl(jsonl)
+
+
+@bank_app.command("copy")
+def bank_copy(bank: Bank, to: Bank) -> None:
+    """Append a bank's entries to another bank or a new one; either may be on an object store. Entries that it has
+    stay unchanged. An interrupted copy is continued by the same command."""
+    from memory.bank import MemoryBank
+
+    source, target = MemoryBank(bank), MemoryBank(to)
+    with _locked(target, "bank copy"):
+        written = target.copy_from(source)
+    typer.echo(f"{to}: {written.added} entries added, {written.ignored} known, version {target.snapshot()}")
+
+
+@contextmanager
+def _locked(bank: "MemoryBank", command: str) -> Iterator[None]:
+    """Hold the locks of a bank's folder. A store needs none: it accepts each version from one process only."""
+    from configs.run_folder import memory_lock
+
+    with memory_lock(bank.place, command) if isinstance(bank.place, Path) else nullcontext():
+        yield
 
 
 @data_app.command("inspect")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memory.bank_store import Place, StoreAddress
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
 from memory.registry import RESPONSES
@@ -29,48 +32,69 @@ UNFINISHED = ".making-"  # prefix of the temporary folder of a new table; a kill
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
 FOREVER = timedelta(days=36_500)  # LanceDB prunes versions older than a week by default
 CROWDED = 64  # minimal number of fragments (one per write) before a merge
+_STORE_SAID = re.compile(r'<Message>(.+?)</Message>|message: "(.+?)"')  # a store's answer, or the system's, in an error
 EMBED_NAME, ENTRY_TEXT = b"memcompiler.embed", b"memcompiler.text"  # keys of the schema's metadata
 
 
-def connect(path: Path) -> Any:
+def connect(place: Place) -> Any:
+    """Connect to a bank's database. Raises: BankError, if an object store is not reachable or refuses."""
     import lancedb
 
-    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms).
-    return lancedb.connect(path, read_consistency_interval=timedelta(0))
+    # Interval 0: every read of the newest version checks for commits of other processes first (0.1 ms; on an object
+    # store one request).
+    connected = partial(lancedb.connect, read_consistency_interval=timedelta(0))
+    if isinstance(place, Path):
+        return connected(place)
+    try:
+        return connected(place.uri, storage_options=place.options())
+    except ValueError as e:
+        raise _bank_error(place, e) from e
 
 
-def open_version(path: Path, version: int) -> Table:
+def open_version(place: Place, version: int) -> Table:
     """Open the table at a version."""
-    table = connect(path).open_table(TABLE)
+    table = connect(place).open_table(TABLE)
     table.checkout(version)
     return table
 
 
-def find_table(path: Path) -> Table | None:
+def find_table(place: Place) -> Table | None:
     """Open a bank's table at its newest version; None before its first commit.
 
     Raises:
-        BankError: a file, or a folder with other contents.
+        BankError: a file, a folder with other contents, or an object store that cannot be read.
     """
+    if isinstance(place, Path) and not _holds_table(place):
+        return None
+    with bank_errors(place):
+        try:
+            return connect(place).open_table(TABLE)
+        except ValueError as e:
+            if f"Table '{TABLE}' was not found" in str(e):
+                return None
+            raise BankError(f"{place}: {e}") from e
+
+
+def _holds_table(path: Path) -> bool:
+    """Return whether a folder holds a table, finished or not. Raises: BankError, as `find_table`."""
     if path.exists() and not path.is_dir():
         raise BankError(f"{path} is a file, not a memory bank (a folder): to read an export, import it first")
     if not path.exists() or all(inner.name.startswith((UNFINISHED, RESPONSES, LOCK)) for inner in path.iterdir()):
-        return None
+        return False
     if not (path / f"{TABLE}.lance").is_dir():
         raise BankError(f"{path} is not a memory bank and not empty: name another folder")
-    with bank_errors(path):
-        try:
-            return connect(path).open_table(TABLE)
-        except ValueError as e:
-            if "not found" in str(e):
-                return None
-            raise BankError(f"{path}: {e}") from e
+    return True
 
 
-def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") -> Table:
+def create_table(place: Place, schema: pa.Schema) -> Table:
     """Create a bank's table, or open the one that another process has just created."""
-    dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
-    schema = make_schema(dimension, getattr(embed, "name", ""), text)
+    if isinstance(place, Path):
+        _create_in_folder(place, schema)
+    with bank_errors(place):  # a store accepts the file of the first version from one process only
+        return connect(place).create_table(TABLE, schema=schema, exist_ok=True)
+
+
+def _create_in_folder(path: Path, schema: pa.Schema) -> None:
     with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
@@ -78,23 +102,29 @@ def create_table(path: Path, embed: Embed | None, text: EntryText = "commands") 
             connect(Path(folder)).create_table(TABLE, schema=schema)
             with suppress(OSError):  # another process was first
                 (Path(folder) / f"{TABLE}.lance").rename(path / f"{TABLE}.lance")
-        return connect(path).create_table(TABLE, schema=schema, exist_ok=True)
 
 
 @contextmanager
-def bank_errors(path: Path) -> Iterator[None]:
+def bank_errors(place: Place) -> Iterator[None]:
     """Convert LanceDB's errors, which name Rust source lines, to BankError with advice."""
     try:
         yield
     except BankError:
         raise
     except (RuntimeError, OSError) as e:
-        problem = (str(e) or repr(e)).splitlines()[0]
-        raise BankError(
-            f"{path}: {problem}. If the disk is full or not reachable, fix that: what was "
-            "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
-            "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
-        ) from e
+        raise _bank_error(place, e) from e
+
+
+def _bank_error(place: Place, error: Exception) -> BankError:
+    problem, where = (str(error) or repr(error)).splitlines()[0], "disk is full or not reachable"
+    if isinstance(place, StoreAddress):
+        said, where = _STORE_SAID.search(problem), "store refuses or is not reachable"
+        problem = next(filter(None, said.groups())) if said else problem
+    return BankError(
+        f"{place}: {problem}. If the {where}, fix that: what was "
+        "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
+        "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
+    )
 
 
 def merge_small_writes(table: Table) -> None:
@@ -109,6 +139,12 @@ def merge_small_writes(table: Table) -> None:
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def schema_for(embed: Embed | None, text: EntryText) -> pa.Schema:
+    """Return the schema of a new bank."""
+    dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
+    return make_schema(dimension, getattr(embed, "name", ""), text)
 
 
 def make_schema(dimension: int | None, embed_name: str, text: EntryText = "commands") -> pa.Schema:
@@ -129,7 +165,7 @@ def make_schema(dimension: int | None, embed_name: str, text: EntryText = "comma
     return pa.schema(fields, metadata={EMBED_NAME: encodable(embed_name).encode(), ENTRY_TEXT: text.encode()})
 
 
-def check_schema(schema: pa.Schema, embed: Embed | None, path: Path, text: EntryText | None = None) -> None:
+def check_schema(schema: pa.Schema, embed: Embed | None, path: Place, text: EntryText | None = None) -> None:
     """Raise BankError for a table of another kind, or for an embedding or a text of entries other than the table's."""
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,7 +141,7 @@ class Items:
 
     def visible(self, item: str, own: str) -> Version | None:
         """Return an item's newest version to which task `own` did not contribute; None if there is none."""
-        newest = self._newest_without(item, own)
+        newest = self._newest_without(item, set(self._of_task.get(own, ())))
         return None if newest is None else self._versions[newest]
 
     def search(
@@ -177,14 +178,14 @@ class Items:
         shown: NDArray[np.bool_] = self._current[:n].copy()
         of_task = self._of_task.get(own, [])
         shown[of_task] = False
+        left_out = set(of_task)
         for item in dict.fromkeys(self._versions[n].item for n in of_task):
-            if (newest := self._newest_without(item, own)) is not None:
+            if (newest := self._newest_without(item, left_out)) is not None:
                 shown[newest] = True
         return shown
 
-    def _newest_without(self, item: str, own: str) -> int | None:
-        others = lambda n: all(origin.task.id != own for origin in self._versions[n].origins)
-        return next(filter(others, reversed(self._of_item.get(item, []))), None)
+    def _newest_without(self, item: str, left_out: AbstractSet[int]) -> int | None:
+        return next((n for n in reversed(self._of_item.get(item, [])) if n not in left_out), None)
 
 
 # facts that a text states -------------------------------------------------------------------------------------------

@@ -39,12 +39,18 @@ class MemoryTools:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """A registered memory system. `open` takes its folder, which the first commit creates."""
+    """A registered memory system. `open` takes its folder, which the first commit creates.
+
+    Attributes:
+        reads_views: it follows episodes by `MemoryTools.reader`, so environments without one are refused.
+        on_stores: `open` also takes an address on an object store (`memory.bank_store`).
+    """
 
     name: str
     settings: type[Settings]
-    open: Callable[[Path, Any, MemoryTools], MemorySystem]
-    reads_views: bool = False  # it follows episodes by `MemoryTools.reader`, so environments without one are refused
+    open: Callable[[Any, Any, MemoryTools], MemorySystem]
+    reads_views: bool = False
+    on_stores: bool = False
 
 
 def why_unread(system: str, env: str, reader: CommandReader) -> str:
