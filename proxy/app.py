@@ -9,7 +9,8 @@
 
 Errors of the proxy itself have the format of OpenAI's: 400 a header that is not UTF-8, 401 wrong key, 404 no such
 session, 408 the request did not arrive in time, 413 it is too large, 422 a wrong header, 502 and 504 the upstream does
-not answer (or, with on_failure=refuse, memory or compiler failed). Errors of the upstream are passed on.
+not answer (or, with on_failure=refuse, memory or compiler failed), 429 with on_failure=refuse: too many requests wait
+for the compiler (Retry-After). Errors of the upstream are passed on.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Proxy:
                 self.metrics.failures.inc()
                 log.warning("session %s: %s", hashlib.sha256(session.id.encode()).hexdigest()[:12], error)
                 if self.config.on_failure == "refuse":
-                    raise Refusal(502, str(error)) from None
+                    raise Refusal(429 if error.queue_is_full else 502, str(error)) from None
                 failure = str(error)
             insertions = {}
             if wishes.deliver != "none":
@@ -312,7 +313,7 @@ def proxy_app(proxy: Proxy, key: str | None = None) -> FastAPI:
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
         error = {"message": f"memcompiler proxy: {refusal.message}", "type": "memcompiler_proxy", "code": None}
-        return JSONResponse({"error": {**error, "param": None}}, refusal.status)
+        return JSONResponse({"error": {**error, "param": None}}, refusal.status, refusal.headers)
 
     async def body_of(request: Request) -> bytes:
         check_key(request, key, PROXY_KEY)

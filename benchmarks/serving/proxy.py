@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,7 @@ def measured_rows(
     compiled: list[float] = []
     with httpx.Client(timeout=60.0, trust_env=False) as client:
         for number in range(-turns, requests):  # the first conversation is a warm-up
-            body = _conversation(number // turns, number % turns)
+            body = conversation(number // turns, number % turns)
             for kind, (url, name) in kinds.items():
                 headers = {"X-Memcompiler-Deliver": name} if name else {}
                 busy_before, started = processor(), time.perf_counter()
@@ -131,7 +132,8 @@ def _ms(seconds: Any) -> list[str]:
     return [f"{1e3 * value:.2f}" for value in seconds]
 
 
-def _conversation(number: int, turn: int) -> dict[str, Any]:
+def conversation(number: int, turn: int) -> dict[str, Any]:
+    """Return the request of a turn of the conversation of this number."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Task {number}: find it. {VIEW}"}]
     for past in range(turn):
         messages.append({"role": "assistant", "content": f"go to shelf {past}"})
@@ -142,22 +144,25 @@ def _conversation(number: int, turn: int) -> dict[str, Any]:
 # -- the two servers ---------------------------------------------------------------------------------------------------
 
 
+async def checksum_api(scope: Any, receive: Any, send: Any) -> None:
+    """Answer as an OpenAI API, at once, with a checksum of what was sent."""
+    if scope["type"] != "http":
+        return
+    sent, more = 0, True
+    while more:
+        part = await receive()
+        sent, more = zlib.crc32(part.get("body", b""), sent), part.get("more_body", False)
+    message = {"role": "assistant", "content": f"go to shelf {sent}"}
+    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer})
+
+
 def _serve_upstream(bound: Any) -> None:
     import uvicorn
 
-    message = {"role": "assistant", "content": "go to shelf 1"}
-    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        while (await receive()).get("more_body"):
-            pass
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
-
-    uvicorn.run(app, fd=bound.fileno(), log_level="critical", lifespan="off")
+    uvicorn.run(checksum_api, fd=bound.fileno(), log_level="critical", lifespan="off")
 
 
 def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: Any) -> None:

@@ -50,8 +50,7 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
-        again = {"Retry-After": "1"} if refusal.status in (429, 503) else None
-        return JSONResponse({"error": refusal.message}, refusal.status, again)
+        return JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)
 
     body = {"required": True, "content": {"application/json": {"schema": CompileBody.model_json_schema()}}}
 
