@@ -34,7 +34,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
 
 from compiler.client import Body
-from compiler.server.app import check_key, problems, read_body
+from compiler.server.app import check_key, problems, read_body, unless_gone
 from compiler.server.service import Refusal, described
 from configs.proxy import PROXY_KEY
 from proxy.additions import Insertion, text_slot, with_texts
@@ -119,7 +119,8 @@ class Proxy:
         )
         with _busy(session):
             try:
-                sent, step, failure = await self._guided(session, body, raw, conversation, wishes)
+                guided = self._guided(session, body, raw, conversation, wishes)
+                sent, step, failure = await unless_gone(request, guided)
             except Refusal:
                 raise
             except Exception as error:  # its message might quote memory, so the server must not log it

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from compiler.server.app import disconnected, gone_client
+from compiler.server.app import unless_gone
 from compiler.server.service import Refusal
 from configs.proxy import UpstreamConfig
 from runtime.http import is_loopback
@@ -74,20 +74,12 @@ class Upstream:
             allow_redirects=False,
             proxy=self._proxy,
         )
-        reply = asyncio.ensure_future(sent)
-        gone = asyncio.ensure_future(disconnected(request))
         try:
-            await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not reply.done():
-                raise gone_client()
-            return reply.result()
+            return await unless_gone(request, sent)
         except TimeoutError:
             raise Refusal(504, f"the upstream {self.url} did not answer within {self.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Refusal(502, f"the upstream {self.url} cannot be reached ({type(error).__name__})") from None
-        finally:
-            gone.cancel()
-            reply.cancel()  # does nothing once it is there
 
     def _opened(self) -> aiohttp.ClientSession:
         """Open a client that adds no headers of its own, keeps no cookies, and leaves contents packed."""

@@ -4,10 +4,11 @@
 
 Starts `memcompiler serve proxy` with the compiler that it ships and `on_failure=refuse`, in front of an upstream that
 answers at once with a checksum of what it was sent, and commits some episodes to its memory. First, as many clients as
-the queue holds measure how many requests a second are served. Then `--times` as many clients make one attempt a second
-each: most are put off (429 with Retry-After) and try again. Clients play conversations, each several times in new
-sessions. A request is lost if it gets no answer within two minutes of its first attempt, and different if the upstream
-was sent something else than when the same turn was played before. Exit status 1 if one is lost or different.
+queue and batch hold measure how many requests a second are served. Then further clients make `--times` as many attempts
+a second, one a second each: most are put off (429 with Retry-After) and try again. Clients play conversations, each
+several times in new sessions. A request is lost if it gets no answer within two minutes of its first attempt, and
+different if the upstream was sent something else than when the same turn was played before. Exit status 1 if one is
+lost or different.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
@@ -28,14 +29,21 @@ import typer
 from benchmarks.serving.bad_clients import BadClients
 from benchmarks.serving.in_thread import serving
 from benchmarks.serving.load import details
-from benchmarks.serving.proxy import checksum_api, conversation
+from benchmarks.serving.proxy import checksum_api
 from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Request, Traffic, run_clients
 from eval.table import markdown_table
 from runtime.http import LOOPBACK, free_port, http_url, responds
 from runtime.processes import ChildProcess
 
 PATH = "/v1/chat/completions"
-CONVERSATIONS, TURNS = 16, 5  # that are played
+GOALS = [
+    f"put a {thing} in {place}" for thing in ("mug", "book", "plate", "pen") for place in ("desk", "shelf", "drawer")
+]
+TURNS = 5  # of a conversation
+FIRST = (
+    "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a desk 1, a drawer 2, a "
+    "drawer 1, a fridge 1, a shelf 3, a shelf 2, and a shelf 1.\n\nYour task is to: {}."
+)
 PACE_S = 1.0  # seconds between two attempts of a client: those that Retry-After asks for
 IDLE_S = 60.0  # seconds after which a session that is not continued ends
 MINUTE_S = 60.0
@@ -46,7 +54,7 @@ def measure_overload(
     seconds: Annotated[float, typer.Option(min=0, help="Duration of the overload.")] = 60.0,
     times: Annotated[float, typer.Option(min=1, help="Offered requests, as a multiple of those served.")] = 10.0,
     alone: Annotated[float, typer.Option(min=0, help="Seconds that measure how many are served.")] = 20.0,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for the compiler.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for the compiler, and of a batch.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest emission.")] = 24,
     slow: Annotated[int, typer.Option(min=0, help="Further clients that send a request in pieces.")] = 0,
     half_open: Annotated[int, typer.Option(min=0, help="Further clients that send half a request and wait.")] = 0,
@@ -56,9 +64,9 @@ def measure_overload(
     bad = BadClients(slow, half_open, cancelling)
     with serving(checksum_api) as upstream, started_proxy(f"{upstream}/v1", queue, max_new_tokens) as (url, pid):
         remember(url)
-        served = asyncio.run(run_clients(url, traffic(), queue, alone))
+        served = asyncio.run(run_clients(url, traffic("alone"), 2 * queue, alone))
         result = asyncio.run(overload(url, served, seconds, times, bad, pid))
-    typer.echo("\n".join([*report(served, result), *details([result], bad)]))
+        typer.echo("\n".join([*report(url, served, result), *details([result], bad)]))
     lost = served.lost + result.lost + bad.lost
     for reason in sorted(set(lost)):
         typer.echo(f"  {lost.count(reason)} lost: {reason}")
@@ -70,32 +78,46 @@ def measure_overload(
 def remember(url: str) -> None:
     """Play the first turn of each conversation, and commit it to the proxy's memory."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
-        for number in range(CONVERSATIONS):
-            session = {"X-Memcompiler-Session": f"first-{number}"}
-            client.post(PATH, json=conversation(number, 0), headers=session).raise_for_status()
-            client.post(f"/sessions/first-{number}/end", json={"success": True}).raise_for_status()
+        for number, goal in enumerate(GOALS):
+            session, end = f"first-{number}", {"success": True, "rationale": f"the {goal.split()[2]} was in shelf 2"}
+            said = conversation(goal, 0)
+            client.post(PATH, json=said, headers={"X-Memcompiler-Session": session}).raise_for_status()
+            client.post(f"/sessions/{session}/end", json=end).raise_for_status()
 
 
 async def overload(
     url: str, served: LoadResult, seconds: float, times: float, bad: BadClients, pid: int | None
 ) -> LoadResult:
-    """Load a proxy with so many times the requests that it served."""
-    clients = math.ceil(times * served.served * PACE_S)
+    """Load a proxy with so many times the requests that it served to clients whom it had room for."""
+    clients = served.clients + math.ceil(times * served.served * PACE_S)
     texts = served.texts  # the answers must be the same
-    return await run_clients(url, traffic(), clients, seconds, pace_s=PACE_S, bad=bad, pid=pid, texts=texts)
+    return await run_clients(url, traffic("overload"), clients, seconds, pace_s=PACE_S, bad=bad, pid=pid, texts=texts)
 
 
-def traffic() -> Traffic:
-    """Return the requests of agents that play one conversation again and again, each time in a new session."""
+def traffic(name: str) -> Traffic:
+    """Return the requests of agents that play one conversation after the other.
+
+    Args:
+        name: begins the names of their sessions, which are new ones.
+    """
 
     def requests(number: int) -> Iterator[Request]:
         for again in itertools.count():
-            played = (number + again) % CONVERSATIONS
-            session = {"X-Memcompiler-Session": f"client-{number}-{again}"}
+            goal = GOALS[(number + again) % len(GOALS)]
+            session = {"X-Memcompiler-Session": f"{name}-{number}-{again}"}
             for turn in range(TURNS):
-                yield Request(f"{played}, {turn}", conversation(played, turn), session)
+                yield Request(f"{goal}, {turn}", conversation(goal, turn), session)
 
     return Traffic(PATH, requests, lambda reply: reply["choices"][0]["message"]["content"])
+
+
+def conversation(goal: str, turn: int) -> dict[str, Any]:
+    """Return the request of a turn of a conversation in ALFWorld's words."""
+    messages = [{"role": "user", "content": FIRST.format(goal)}]
+    for n in range(1, turn + 1):
+        messages += [{"role": "assistant", "content": f"> go to shelf {n}"}]
+        messages += [{"role": "user", "content": f"You arrive at shelf {n}. On the shelf {n}, you see a plate {n}."}]
+    return {"model": "m", "messages": messages}
 
 
 def report(url: str, alone: LoadResult, over: LoadResult) -> list[str]:
@@ -121,6 +143,7 @@ def started_proxy(upstream: str, queue: int, max_new_tokens: int) -> Iterator[tu
     url = http_url(LOOPBACK, port := free_port())
     with tempfile.TemporaryDirectory(prefix="memcompiler-overload-") as folder:
         settings = [f"upstream.url={upstream}", f"queue={queue}", f"batch={queue}", "on_failure=refuse"]
+        settings += ["mapping.preset=react", "reads_state=true"]  # every answer depends on what was compiled
         settings += [f"compiler.max_new_tokens={max_new_tokens}", f"sessions.idle_s={IDLE_S}"]
         command = [sys.executable, "-m", "memcompiler", "serve", "proxy", "-c", "serve/proxy", *settings]
         with ChildProcess([*command, "--out", folder, "--port", str(port)], output="kept") as proxy:

@@ -108,7 +108,7 @@ def measured_rows(
     compiled: list[float] = []
     with httpx.Client(timeout=60.0, trust_env=False) as client:
         for number in range(-turns, requests):  # the first conversation is a warm-up
-            body = conversation(number // turns, number % turns)
+            body = _conversation(number // turns, number % turns)
             for kind, (url, name) in kinds.items():
                 headers = {"X-Memcompiler-Deliver": name} if name else {}
                 busy_before, started = processor(), time.perf_counter()
@@ -132,8 +132,7 @@ def _ms(seconds: Any) -> list[str]:
     return [f"{1e3 * value:.2f}" for value in seconds]
 
 
-def conversation(number: int, turn: int) -> dict[str, Any]:
-    """Return the request of a turn of the conversation of this number."""
+def _conversation(number: int, turn: int) -> dict[str, Any]:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Task {number}: find it. {VIEW}"}]
     for past in range(turn):
         messages.append({"role": "assistant", "content": f"go to shelf {past}"})
@@ -166,9 +165,15 @@ def _serve_upstream(bound: Any) -> None:
 
 
 def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: Any) -> None:
-    """Serve a proxy with a memory of `ENTRIES` entries."""
     import uvicorn
 
+    config = ProxyConfig.model_validate({"upstream": {"url": upstream}})
+    app = timed_proxy(folder, config, TimedCompiler(seconds, took))
+    uvicorn.run(app, fd=bound.fileno(), log_level="critical")
+
+
+def timed_proxy(folder: Path, config: ProxyConfig, clock: Any) -> Any:
+    """Create the application of a proxy with a stand-in compiler and a memory of `ENTRIES` entries."""
     from compiler.server.service import CompilerService
     from data_gen.memory_factory import initialise_memory, open_memory
     from proxy.app import Proxy, proxy_app
@@ -178,15 +183,13 @@ def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: 
     from proxy.sessions import SessionStore
     from proxy.upstream import Upstream
 
-    config = ProxyConfig.model_validate({"upstream": {"url": upstream}})
     memory: Any = open_memory(config.memory, folder / "bank")
     initialise_memory(memory)
     memory.write(
         MemoryEntry(f"e{i}", f"Task {i}: find it\ngo to shelf {i}", Provenance(f"t{i}", "", f"Task {i}", "train", True))
         for i in range(ENTRIES)
     )
-    served = ServeConfig(compiler=CompilerConfig())
-    clock: Any = TimedCompiler(seconds, took)
+    served = ServeConfig(compiler=CompilerConfig(), queue=config.queue, batch=config.batch)
     service = CompilerService(lambda: clock, served, gather_s=0.0)
     service.start()
     guide = Guide(
@@ -197,5 +200,4 @@ def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: 
         compile=compile_in(service),
         compiler=clock,
     )
-    app = proxy_app(Proxy(guide, Upstream(config.upstream)))
-    uvicorn.run(app, fd=bound.fileno(), log_level="critical")
+    return proxy_app(Proxy(guide, Upstream(config.upstream)))

@@ -16,9 +16,9 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -41,6 +41,7 @@ from configs.models import COMPILER_KEY, ServeConfig
 from envs.registry import find
 from runtime.http import bound_socket, http_url
 
+T = TypeVar("T")
 GRACE_S = 10.0  # seconds beyond a request's time-out that a shutdown waits for running requests
 
 
@@ -107,18 +108,13 @@ class _Call:
 
     async def result(self, job: CompileJob) -> Compilation:
         """Wait for a job's result. Cancel the job if the client disconnects, or after the time-out."""
-        answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(disconnected(self.request))
-        left = self.deadline - asyncio.get_running_loop().time()
         try:
-            done, _ = await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout_at(self.deadline):
+                return await unless_gone(self.request, asyncio.wrap_future(job.result))
+        except TimeoutError:
+            raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time") from None
         finally:
             self.service.give_up(job)
-            gone.cancel()
-        if answer in done:
-            return answer.result()
-        if gone in done:
-            raise gone_client()
-        raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time")
 
 
 def _check_environment(name: str, known: Sequence[str]) -> None:
@@ -166,6 +162,23 @@ async def disconnected(request: Request) -> None:
     """Return when the client disconnects, after the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Await something for a client, after its body has been read.
+
+    Raises:
+        Refusal: 499, if the client disconnects before; the work is then cancelled.
+    """
+    wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not wanted.done():
+            raise gone_client()
+        return wanted.result()
+    finally:
+        gone.cancel()
+        wanted.cancel()  # does nothing once it is there
 
 
 def gone_client() -> Refusal:
