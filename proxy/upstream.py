@@ -24,6 +24,9 @@ from configs.proxy import UpstreamConfig
 from runtime.http import is_loopback
 
 CONNECT_S = 5.0
+# Seconds for which an idle connection is used again: less than upstreams keep it (uvicorn, vLLM: 5), because a request
+# that is sent as the upstream closes its connection is lost.
+KEEP_ALIVE_S = 3.0
 MOST_READ = 4 * 2**20  # bytes of a reply that are kept to read the action in it
 OWN = b"x-memcompiler-"  # prefix of the headers of this proxy, which are not passed on
 _HOP_BY_HOP = frozenset(
@@ -84,7 +87,9 @@ class Upstream:
     def _opened(self) -> aiohttp.ClientSession:
         """Open a client that adds no headers of its own, keeps no cookies, and leaves contents packed."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, ssl=httpx.create_ssl_context()),
+            connector=aiohttp.TCPConnector(
+                limit=self._connections, ssl=httpx.create_ssl_context(), keepalive_timeout=KEEP_ALIVE_S
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),

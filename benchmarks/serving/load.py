@@ -85,7 +85,8 @@ def measure_load(
         typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured), *details(measured, bad)]))
         results += measured
         lost += bad.lost
-    lost += [reason for result in results for reason in result.lost]
+    for result in results:
+        lost += [*result.lost, *[f"put off for {TIMEOUT_S:g} s"] * result.given_up]
     for reason in sorted(set(lost)):
         typer.echo(f"  {lost.count(reason)} lost: {reason}")
     different = sum(result.different for result in results)
@@ -143,10 +144,10 @@ async def load(
 def compile_traffic(script: Script) -> Traffic:
     """Return the requests of clients that repeat the steps of a scripted episode."""
 
-    def requests(number: int) -> Iterator[Request]:
+    def requests(number: int) -> Iterator[list[Request]]:
         spec = script.spec(number)
         bodies = compile_bodies(script, spec, STEPS)
-        return itertools.cycle([Request(f"{spec.task.id}, {turn}", body) for turn, body in enumerate(bodies)])
+        return itertools.cycle([[Request(f"{spec.task.id}, {turn}", body)] for turn, body in enumerate(bodies)])
 
     return Traffic("/compile", requests, lambda reply: reply["text"])
 
@@ -187,7 +188,7 @@ def table(results: Sequence[LoadResult]) -> list[str]:
     ]
     rows = []
     for result in results:
-        counts = [result.clients, result.sent, len(result.lost), result.retries]
+        counts = [result.clients, result.sent, len(result.lost) + result.given_up, result.retries]
         rates = [f"{result.served:.1f}", f"{result.batch:.1f}"]
         quantiles = np.quantile(result.latencies or [0.0], (0.5, 0.9, 0.99, 1.0))
         rows.append([*map(str, counts), *rates, *(f"{1e3 * seconds:.0f}" for seconds in quantiles)])

@@ -4,11 +4,11 @@
 
 Starts `memcompiler serve proxy` with the compiler that it ships and `on_failure=refuse`, in front of an upstream that
 answers at once with a checksum of what it was sent, and commits some episodes to its memory. First, as many clients as
-queue and batch hold measure how many requests a second are served. Then further clients make `--times` as many attempts
-a second, one a second each: most are put off (429 with Retry-After) and try again. Clients play conversations, each
-several times in new sessions. A request is lost if it gets no answer within two minutes of its first attempt, and
-different if the upstream was sent something else than when the same turn was played before. Exit status 1 if one is
-lost or different.
+queue and batch hold measure how many requests a second are served. Then further clients make about `--times` as many
+attempts a second, each one a second after the other: most are put off (429 with Retry-After) and try again. Clients
+play conversations, each several times in new sessions, and give one up in which a request was put off for two minutes.
+A request is lost if it was neither answered nor put off, and different if the upstream was sent something else than
+when the same turn was played before. Exit status 1 if one is lost or different.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure_overload(
         remember(url)
         served = asyncio.run(run_clients(url, traffic("alone"), 2 * queue, alone))
         result = asyncio.run(overload(url, served, seconds, times, bad, pid))
-        typer.echo("\n".join([*report(url, served, result), *details([result], bad)]))
+        typer.echo("\n".join([*report(url, served, result, bad), *details([result], bad)]))
     lost = served.lost + result.lost + bad.lost
     for reason in sorted(set(lost)):
         typer.echo(f"  {lost.count(reason)} lost: {reason}")
@@ -89,7 +89,8 @@ async def overload(
     url: str, served: LoadResult, seconds: float, times: float, bad: BadClients, pid: int | None
 ) -> LoadResult:
     """Load a proxy with so many times the requests that it served to clients whom it had room for."""
-    clients = served.clients + math.ceil(times * served.served * PACE_S)
+    attempt_s = PACE_S + float(np.median(served.accepted or [0.0]))  # a refusal takes no longer than an answer
+    clients = served.clients + math.ceil(times * served.served * attempt_s)
     texts = served.texts  # the answers must be the same
     return await run_clients(url, traffic("overload"), clients, seconds, pace_s=PACE_S, bad=bad, pid=pid, texts=texts)
 
@@ -101,12 +102,11 @@ def traffic(name: str) -> Traffic:
         name: begins the names of their sessions, which are new ones.
     """
 
-    def requests(number: int) -> Iterator[Request]:
+    def requests(number: int) -> Iterator[list[Request]]:
         for again in itertools.count():
             goal = GOALS[(number + again) % len(GOALS)]
             session = {"X-Memcompiler-Session": f"{name}-{number}-{again}"}
-            for turn in range(TURNS):
-                yield Request(f"{goal}, {turn}", conversation(goal, turn), session)
+            yield [Request(f"{goal}, {turn}", conversation(goal, turn), session) for turn in range(TURNS)]
 
     return Traffic(PATH, requests, lambda reply: reply["choices"][0]["message"]["content"])
 
@@ -120,16 +120,27 @@ def conversation(goal: str, turn: int) -> dict[str, Any]:
     return {"model": "m", "messages": messages}
 
 
-def report(url: str, alone: LoadResult, over: LoadResult) -> list[str]:
+def report(url: str, alone: LoadResult, over: LoadResult, bad: BadClients) -> list[str]:
     """Return a table of the requests that were served alone and under too many, and the proxy's memory."""
-    heads = ["", "clients", "offered/s", "served/s", "put off", "accepted: 50 %, ms", "99 %", "with retries: 99 %, ms"]
+    heads = [
+        "",
+        "clients",
+        "offered/s",
+        "served/s",
+        "put off",
+        "given up",
+        "accepted: 50 %, ms",
+        "99 %",
+        "with retries",
+    ]
     rows = []
     for name, result in {"alone": alone, "too many": over}.items():
         middle, most = (1e3 * np.quantile(result.accepted or [0.0], share) for share in (0.5, 0.99))
-        rates = [f"{result.offered:.1f}", f"{result.served:.1f}", str(result.retries)]
+        rates = [f"{result.offered:.1f}", f"{result.served:.1f}", str(result.retries), str(result.given_up)]
         late = 1e3 * np.quantile(result.latencies or [0.0], 0.99)
         rows.append([name, str(result.clients), *rates, *(f"{ms:.0f}" for ms in (middle, most, late))])
-    said = [f"offered were {over.offered / max(alone.served, 1e-9):.1f} times the requests that are served alone"]
+    times = [offered / max(alone.served, 1e-9) for offered in (over.offered, sum(bad.did.values()) / over.seconds)]
+    said = [f"offered were {times[0]:.1f} times the requests that are served alone, and {times[1]:.1f} by bad clients"]
     if over.sizes.mib:
         minute = over.sizes.mib_after(MINUTE_S)
         after = f"{minute:.0f} after a minute, " if minute is not None else ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -32,12 +33,13 @@ class Traffic:
 
     Attributes:
         path: of all requests.
-        requests: returns the requests of the client of this number, without an end.
+        requests: returns what the client of this number asks, without an end: lists of requests, of which each follows
+            from the ones before it. If one is not answered, the rest of its list is left out.
         answer: reads the answer in the JSON of a reply.
     """
 
     path: str
-    requests: Callable[[int], Iterator[Request]]
+    requests: Callable[[int], Iterator[Sequence[Request]]]
     answer: Callable[[Any], str]
 
 
@@ -51,6 +53,7 @@ class LoadResult:
     accepted: list[float] = field(default_factory=list)  # seconds, of their last attempt, which was answered
     retries: int = 0
     lost: list[str] = field(default_factory=list)  # reasons
+    given_up: int = 0  # requests that were put off for `TIMEOUT_S`
     batch: float = 0.0  # mean number of requests compiled together
     texts: dict[str, str] = field(default_factory=dict)  # request -> its first answer
     different: int = 0  # answers that are not the first one to the same request
@@ -58,7 +61,7 @@ class LoadResult:
 
     @property
     def sent(self) -> int:
-        return len(self.latencies) + len(self.lost)
+        return len(self.latencies) + len(self.lost) + self.given_up
 
     @property
     def served(self) -> float:
@@ -95,7 +98,7 @@ async def run_clients(
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
         started = time.perf_counter()
         beside = asyncio.gather(
-            (bad or BadClients()).run(url, traffic.path, traffic.requests(clients), until),
+            (bad or BadClients()).run(url, traffic.path, chain.from_iterable(traffic.requests(clients)), until),
             _measure(result, pid, until),
         )
         run = [_Client(client, traffic, result, pace_s).run(number, until) for number in range(clients)]
@@ -124,27 +127,36 @@ class _Client:
     async def run(self, number: int, until: float) -> None:
         """Send one request after the other until `time.perf_counter()` is so much; the first one in any case."""
         await asyncio.sleep(self.pace_s * number / self.result.clients)  # clients begin one after the other
-        for request in self.traffic.requests(number):
-            began = time.perf_counter()
-            await self._send(request)
-            if time.perf_counter() >= until:
-                return
-            await asyncio.sleep(max(0.0, began + self.pace_s - time.perf_counter()))
+        for requests in self.traffic.requests(number):
+            for request in requests:
+                began = time.perf_counter()
+                answered = await self._send(request)
+                if time.perf_counter() >= until:
+                    return
+                await asyncio.sleep(max(0.0, began + self.pace_s - time.perf_counter()))
+                if not answered:
+                    break
 
-    async def _send(self, request: Request) -> None:
-        """Send one request, and retry while the server puts it off."""
+    async def _send(self, request: Request) -> bool:
+        """Send one request, and retry while the server puts it off; return whether it was answered."""
         sent = time.perf_counter()
         while True:
             began = time.perf_counter()
             try:
                 reply = await self.client.post(self.traffic.path, json=request.body, headers=request.headers)
             except httpx.HTTPError as error:
-                return self.result.lost.append(f"{type(error).__name__}: {error}")
+                self.result.lost.append(f"{type(error).__name__}: {error}")
+                return False
             if reply.status_code == 200:
-                return self._note(request, self.traffic.answer(reply.json()), sent, began)
+                self._note(request, self.traffic.answer(reply.json()), sent, began)
+                return True
             wait = retry_after(reply.headers.get("Retry-After"))
-            if not wait or time.perf_counter() + wait - sent > TIMEOUT_S:
-                return self.result.lost.append(f"{reply.status_code}: {reply.text[:200]}")
+            if not wait:
+                self.result.lost.append(f"{reply.status_code}: {reply.text[:200]}")
+                return False
+            if time.perf_counter() + wait - sent > TIMEOUT_S:
+                self.result.given_up += 1
+                return False
             self.result.retries += 1
             await asyncio.sleep(max(wait, began + self.pace_s - time.perf_counter()))
 

@@ -39,7 +39,7 @@ from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
 from envs.registry import find
-from runtime.http import bound_socket, http_url
+from runtime.http import KEEP_ALIVE_S, bound_socket, http_url
 
 T = TypeVar("T")
 GRACE_S = 10.0  # seconds beyond a request's time-out that a shutdown waits for running requests
@@ -205,7 +205,8 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     service = service_of(config)
     bound = bound_socket(host, port)
-    server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
+    settings: Any = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S}
+    server = uvicorn.Server(uvicorn.Config(service_app(service, key), **settings))
     shut_down_on_signal(server, service)
     service.start()
     threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()

@@ -55,7 +55,7 @@ def test_a_proxy_under_too_many_requests_loses_none(tmp_path: Path, monkeypatch:
         overload.remember(url)
         alone = asyncio.run(run_clients(url, overload.traffic("alone"), 1, 0.3))
         over = asyncio.run(overload.overload(url, alone, 2.0, 1.0, bad, os.getpid()))
-        text = "\n".join(overload.report(url, alone, over))
+        text = "\n".join(overload.report(url, alone, over, bad))
     assert over.retries > 0 and over.latencies and not over.lost and not over.different and not bad.lost
     assert bad.did["cancelled requests"] > 0 and bad.did["half-open connections"] == 1
     assert "ready at the end: True" in text and "memory of the proxy:" in text
