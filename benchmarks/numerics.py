@@ -1,12 +1,16 @@
-"""Compare the losses of SFT in bfloat16 with those in float32 over many steps.
+"""Compare the losses of SFT in bfloat16 with those in float32, and the probabilities of GRPO's sampler and trainer.
 
-    memcompiler bench numerics [--steps 200] [--out FOLDER]
+    memcompiler bench numerics [--steps 200] [--updates 3] [--sampler hf --sampler vllm] [--out FOLDER]
 
-Trains the quickstart's small models on this machine. Both precisions read the same rows in the same order.
+Trains the quickstart's small models on this machine. Both precisions read the same rows in the same order. Then GRPO
+continues from the float32 compiler in each precision, and with each engine that samples: `hf`, the trainer's own
+Hugging Face model, and `vllm`. With one minibatch the trainer's own ratio of an update is 1 by construction. What can
+differ is the probability of a sample in the engine that drew it and in the trainer, with the same weights.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -25,6 +29,8 @@ app = typer.Typer()
 BF16 = ("compiler.dtype=bfloat16", "executor.dtype=bfloat16")
 PRECISIONS: Mapping[str, Sequence[str]] = {"fp32": (), "bf16": BF16}
 HOMES = "env.scenes={train: 8, test: 8}"
+SAMPLERS: Mapping[str, Sequence[str]] = {"hf": (), "vllm": ("compiler.engine=vllm",)}
+TOKENS = ("text", "latent")
 LAST = 20  # steps whose mean is the end of a run
 
 
@@ -53,12 +59,37 @@ def drift(runs: Mapping[str, Path]) -> list[str]:
     return [f"SFT, {len(steps)} steps:", *markdown_table(heads, rows)]
 
 
+def ratios(runs: Mapping[tuple[str, str], Path]) -> list[str]:
+    """Return a table of how far the probabilities of fresh samples in trainer and sampler are apart."""
+    rows = []
+    for names, out in runs.items():
+        updates = [row for row in read_metrics(out / "metrics.jsonl").values() if "apart" in row]
+        if not updates:
+            rows.append([*names, "0: no group had different rewards", *[""] * 8])
+            continue
+        mean = lambda name, updates=updates: np.mean([row[name] for row in updates])
+        most = lambda name, updates=updates: max(row[name] for row in updates)
+        apart = [f"{x:.1e}" for kind in TOKENS for x in (mean(f"apart_{kind}"), most(f"apart_{kind}_max"))]
+        sampled = [f"{mean(f'importance_{kind}'):.5f}" for kind in TOKENS]
+        rows.append([*names, str(len(updates)), *apart, *sampled, *(f"{mean(f'ratio_{kind}'):.5f}" for kind in TOKENS)])
+    distances = ["text: mean distance of log p", "largest", "latent: mean distance", "largest"]
+    heads = ["", "sampler", "updates", *distances, "mean ratio, text", "latent", "within the trainer, text", "latent"]
+    return ["GRPO, trainer and sampler on fresh samples:", *markdown_table(heads, rows)]
+
+
 @app.command()
 def main(
     steps: Annotated[int, typer.Option(min=2, help="SFT steps.")] = 200,
+    updates: Annotated[int, typer.Option(min=0, help="Updates of GRPO; 0: no GRPO.")] = 3,
+    sampler: Annotated[
+        list[str] | None, typer.Option(help="hf or vllm, repeatable (default: hf, and vllm if it is installed).")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs (default: a temporary one).")] = None,
 ) -> None:
-    """Compare the losses of SFT in bfloat16 with those in float32."""
+    """Compare bfloat16 with float32: losses of SFT, and probabilities of GRPO's sampler and trainer."""
+    samplers = sampler or [name for name in SAMPLERS if name == "hf" or importlib.util.find_spec(name)]
+    if unknown := [name for name in samplers if name not in SAMPLERS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(SAMPLERS)}", param_hint="--sampler")
     with tempfile.TemporaryDirectory(prefix="memcompiler-numerics-") as temporary:
         at = out or Path(temporary)
         rows = run(at / "collect", "collect", "-c", "collect/quickstart", HOMES, "limit=32") / "rows"
@@ -68,6 +99,18 @@ def main(
             for name, settings in PRECISIONS.items()
         }
         typer.echo("\n".join(drift(sft)))
+        grpo = {
+            (name, each): run(at / f"grpo-{name}-{each}", *_grpo(sft["fp32"], updates), *settings, *SAMPLERS[each])
+            for each in samplers
+            for name, settings in PRECISIONS.items()
+            if updates
+        }
+        typer.echo("\n".join(ratios(grpo) if grpo else []))
+
+
+def _grpo(checkpoint: Path, updates: int) -> list[str]:
+    few = [HOMES, f"updates={updates}", "tasks=4", "group_size=4", "max_steps=6", "loss.importance_cap=2"]
+    return ["train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={checkpoint}", *few]
 
 
 if __name__ == "__main__":

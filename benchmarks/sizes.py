@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ class Sizes:
     mib: list[float] = field(default_factory=list)  # resident memory
     handles: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of `time.monotonic()`
 
     def measure(self, done: int, pids: Iterable[int]) -> None:
         """Add a measurement; nothing if all processes have ended."""
@@ -32,12 +34,18 @@ class Sizes:
             self.mib.append(mib)
             self.handles.append(int(handles))
             self.threads.append(int(threads))
+            self.times.append(time.monotonic())
 
     @property
     def slope(self) -> float:
         """KiB of memory per 1,000 episodes or requests: least squares, without the first measurement."""
         x, y = np.array(self.done[1:], float), np.array(self.mib[1:])
         return float(np.polyfit(x, y, 1)[0] * 1024 * 1000) if len(set(x)) > 1 else 0.0
+
+    def mib_after(self, seconds: float) -> float | None:
+        """Return the resident memory so many seconds after the first measurement; None if there were fewer."""
+        found = (mib for mib, at in zip(self.mib, self.times, strict=True) if at - self.times[0] >= seconds)
+        return next(found, None)
 
     @property
     def has_grown(self) -> bool:

@@ -144,7 +144,8 @@ class ProxyConfig(Settings):
     """Seconds that compiling may take."""
     on_failure: Literal["forward", "refuse"] = "forward"
     """What happens when memory or compiler fail. forward: the request is sent without guidance, and a header of the
-    reply, a counter and the log say so. refuse: the client gets the status 502."""
+    reply, a counter and the log say so. refuse: the client gets the status 502, or 429 with Retry-After if `queue`
+    requests wait."""
     max_body_mib: float = Field(default=32.0, gt=0)
     """Maximum MiB of a request, else 413."""
     seed: Seed = 0

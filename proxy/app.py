@@ -9,7 +9,8 @@
 
 Errors of the proxy itself have the format of OpenAI's: 400 a header that is not UTF-8, 401 wrong key, 404 no such
 session, 408 the request did not arrive in time, 413 it is too large, 422 a wrong header, 502 and 504 the upstream does
-not answer (or, with on_failure=refuse, memory or compiler failed). Errors of the upstream are passed on.
+not answer (or, with on_failure=refuse, memory or compiler failed), 429 with on_failure=refuse: too many requests wait
+for the compiler (Retry-After). Errors of the upstream are passed on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
 
 from compiler.client import Body
-from compiler.server.app import check_key, problems, read_body
+from compiler.server.app import check_key, problems, read_body, unless_gone
 from compiler.server.service import Refusal, described
 from configs.proxy import PROXY_KEY
 from proxy.additions import Insertion, text_slot, with_texts
@@ -118,7 +119,8 @@ class Proxy:
         )
         with _busy(session):
             try:
-                sent, step, failure = await self._guided(session, body, raw, conversation, wishes)
+                guided = self._guided(session, body, raw, conversation, wishes)
+                sent, step, failure = await unless_gone(request, guided)
             except Refusal:
                 raise
             except Exception as error:  # its message might quote memory, so the server must not log it
@@ -143,7 +145,7 @@ class Proxy:
                 self.metrics.failures.inc()
                 log.warning("session %s: %s", hashlib.sha256(session.id.encode()).hexdigest()[:12], error)
                 if self.config.on_failure == "refuse":
-                    raise Refusal(502, str(error)) from None
+                    raise Refusal(429 if error.queue_is_full else 502, str(error)) from None
                 failure = str(error)
             insertions = {}
             if wishes.deliver != "none":
@@ -312,7 +314,7 @@ def proxy_app(proxy: Proxy, key: str | None = None) -> FastAPI:
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
         error = {"message": f"memcompiler proxy: {refusal.message}", "type": "memcompiler_proxy", "code": None}
-        return JSONResponse({"error": {**error, "param": None}}, refusal.status)
+        return JSONResponse({"error": {**error, "param": None}}, refusal.status, refusal.headers)
 
     async def body_of(request: Request) -> bytes:
         check_key(request, key, PROXY_KEY)

@@ -32,7 +32,15 @@ Compile = Callable[[CompileRequest], Awaitable[Compilation]]
 
 
 class GuideError(Exception):
-    """Memory or compiler failed. The message names what failed, without any content."""
+    """Memory or compiler failed. The message names what failed, without any content.
+
+    Args:
+        queue_is_full: too many requests wait for the compiler; a later attempt may succeed.
+    """
+
+    def __init__(self, message: str, queue_is_full: bool = False) -> None:
+        super().__init__(message)
+        self.queue_is_full = queue_is_full
 
 
 def usable_delivery(name: str) -> DeliverySpec:
@@ -212,7 +220,8 @@ class Guide:
         except TimeoutError:
             raise GuideError(f"the compiler took more than {self.config.compile_timeout_s:g} s") from None
         except Exception as error:
-            raise GuideError(f"the compiler failed: {_kind(error)}") from error
+            full = getattr(error, "status", None) == 429
+            raise GuideError(f"the compiler failed: {_kind(error)}", queue_is_full=full) from error
         finally:
             self.compile_seconds += time.perf_counter() - started
 

@@ -32,7 +32,7 @@ from proxy.guide import Compile, Guide, usable_delivery
 from proxy.mapping import mapped
 from proxy.sessions import SessionStore
 from proxy.upstream import Upstream
-from runtime.http import bound_socket, http_url
+from runtime.http import KEEP_ALIVE_S, bound_socket, http_url
 from runtime.lock import FolderLock
 
 Renderer = Callable[[dict[str, Any], Mapping[int, Sequence[Insertion]]], dict[str, Any]]
@@ -65,6 +65,7 @@ def serve_proxy(config: ProxyConfig, out: Path, host: str, port: int) -> None:
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         server: Any = uvicorn.Server(settings)
 

@@ -18,12 +18,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from compiler.server.app import disconnected, gone_client
+from compiler.server.app import unless_gone
 from compiler.server.service import Refusal
 from configs.proxy import UpstreamConfig
 from runtime.http import is_loopback
 
 CONNECT_S = 5.0
+# Seconds for which an idle connection is used again: less than upstreams keep it (uvicorn, vLLM: 5), because a request
+# that is sent as the upstream closes its connection is lost.
+KEEP_ALIVE_S = 3.0
 MOST_READ = 4 * 2**20  # bytes of a reply that are kept to read the action in it
 OWN = b"x-memcompiler-"  # prefix of the headers of this proxy, which are not passed on
 _HOP_BY_HOP = frozenset(
@@ -74,25 +77,19 @@ class Upstream:
             allow_redirects=False,
             proxy=self._proxy,
         )
-        reply = asyncio.ensure_future(sent)
-        gone = asyncio.ensure_future(disconnected(request))
         try:
-            await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not reply.done():
-                raise gone_client()
-            return reply.result()
+            return await unless_gone(request, sent)
         except TimeoutError:
             raise Refusal(504, f"the upstream {self.url} did not answer within {self.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Refusal(502, f"the upstream {self.url} cannot be reached ({type(error).__name__})") from None
-        finally:
-            gone.cancel()
-            reply.cancel()  # does nothing once it is there
 
     def _opened(self) -> aiohttp.ClientSession:
         """Open a client that adds no headers of its own, keeps no cookies, and leaves contents packed."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, ssl=httpx.create_ssl_context()),
+            connector=aiohttp.TCPConnector(
+                limit=self._connections, ssl=httpx.create_ssl_context(), keepalive_timeout=KEEP_ALIVE_S
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),

@@ -26,6 +26,9 @@ MAX_WAIT_S = 120.0  # maximal wait between two attempts
 _BUSY = (429, 503)
 _INVALID = (400, 413, 422)  # errors of one request's content, as opposed to its key or address
 _CONNECT_S, _LONGEST_PAUSE_S = 5.0, 5.0
+# Seconds for which servers keep an idle connection: more than clients do (httpx, openai: 5), because a request that is
+# sent as the server closes its connection is lost.
+KEEP_ALIVE_S = 75
 _backoff = wait_exponential(multiplier=0.1)
 
 

@@ -7,10 +7,13 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from benchmarks.serving.traffic import Request
 
 SLOW_S, PIECES = 5.0, 20  # how long a slow client takes to send a request, and in how many pieces
 CANCEL_S = 0.2  # a cancelling client waits up to so long for its answer
@@ -36,14 +39,13 @@ class BadClients:
     did: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
 
-    async def run(self, url: str, bodies: Sequence[Any], until: float) -> None:
-        """Run all clients until `time.perf_counter()` is so much; a slow request is then still answered."""
+    async def run(self, url: str, path: str, requests: Iterator[Request], until: float) -> None:
+        """Run all clients until `time.perf_counter()` is so much; a slow request is then still answered. Each of their
+        attempts takes the next request."""
         host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
-        requests = [_request(host, body) for body in bodies]
+        packed = (_packed(host, path, request) for request in requests)
         kinds = [self._slow] * self.slow + [self._half_open] * self.half_open + [self._cancelling] * self.cancelling
-        await asyncio.gather(
-            *(_again(client, host, port, requests[i % len(requests)], until) for i, client in enumerate(kinds))
-        )
+        await asyncio.gather(*(_again(client, host, port, packed, until) for client in kinds))
 
     async def _slow(self, connection: Connection, request: bytes, until: float) -> None:
         size = -(-len(request) // PIECES)
@@ -74,7 +76,7 @@ class BadClients:
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _again(client: Any, host: str, port: int, request: bytes, until: float) -> None:
+async def _again(client: Any, host: str, port: int, requests: Iterator[bytes], until: float) -> None:
     """Run a client over one connection after the other. What the service closes, as it may, is opened again."""
     while time.perf_counter() < until:
         try:
@@ -83,14 +85,15 @@ async def _again(client: Any, host: str, port: int, request: bytes, until: float
             await asyncio.sleep(PAUSE_S)
             continue
         try:
-            await client(connection, request, until)
+            await client(connection, next(requests), until)
         except (OSError, TimeoutError):
             pass
         finally:
             connection[1].transport.abort()
 
 
-def _request(host: str, body: Any) -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST /compile HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+def _packed(host: str, path: str, request: Request) -> bytes:
+    content = json.dumps(request.body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    more = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    return f"{head}{more}Content-Length: {len(content)}\r\n\r\n".encode() + content

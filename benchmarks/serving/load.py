@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,16 +34,18 @@ import typer
 
 from agent.episode import EpisodeSpec
 from benchmarks.serving.bad_clients import BadClients
+from benchmarks.serving.in_thread import serving
 from benchmarks.serving.scripted import Script, read_script
+from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Request, Traffic, run_clients
 from benchmarks.simulated_engine import simulated_compiler, simulated_vllm
-from benchmarks.sizes import HEADS, Sizes
+from benchmarks.sizes import HEADS
 from compiler import checkpoint
 from compiler.build import load_compiler
 from compiler.client import CompileBody, SamplingBody
 from configs.models import Batching, CompilerConfig, ServeConfig, Soft, model_path
 from eval.table import markdown_table
 from lm.backbone import load_encoder
-from runtime.http import LOOPBACK, bound_socket, free_port, http_url, responds, retry_after
+from runtime.http import LOOPBACK, free_port, http_url, responds
 from runtime.processes import ChildProcess
 from runtime.progress import disable_library_progress_bars
 from soft_mem.projector import Projector, ProjectorConfig
@@ -52,26 +53,6 @@ from soft_mem.projector import Projector, ProjectorConfig
 MODEL, EXECUTOR_WIDTH, N_SOFT = "zoo/household/compiler", 128, 4
 SIMULATED = "zoo/household/executor"  # model whose tokens a simulated engine writes: a text model
 STEPS = 10  # of an episode, which then repeats
-TIMEOUT_S = 120.0  # of a request, from its first attempt
-
-
-@dataclass(slots=True)
-class LoadResult:
-    """Answers and losses of a number of concurrent clients."""
-
-    clients: int
-    seconds: float = 0.0
-    latencies: list[float] = field(default_factory=list)  # seconds, of answered requests
-    retries: int = 0
-    lost: list[str] = field(default_factory=list)  # reasons
-    batch: float = 0.0  # mean number of requests compiled together
-    texts: dict[str, str] = field(default_factory=dict)  # request -> its first answer
-    different: int = 0  # answers that are not the first one to the same request
-    sizes: Sizes = field(default_factory=Sizes)  # of the service
-
-    @property
-    def sent(self) -> int:
-        return len(self.latencies) + len(self.lost)
 
 
 def measure_load(
@@ -104,7 +85,8 @@ def measure_load(
         typer.echo("\n".join([*([f"{way}:"] if way else []), *table(measured), *details(measured, bad)]))
         results += measured
         lost += bad.lost
-    lost += [reason for result in results for reason in result.lost]
+    for result in results:
+        lost += [*result.lost, *[f"put off for {TIMEOUT_S:g} s"] * result.given_up]
     for reason in sorted(set(lost)):
         typer.echo(f"  {lost.count(reason)} lost: {reason}")
     different = sum(result.different for result in results)
@@ -115,8 +97,6 @@ def measure_load(
 @contextlib.contextmanager
 def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator[tuple[str, int]]:
     """Serve a compiler on a simulated engine from a thread; yield its URL and process, and stop it at the end."""
-    import uvicorn
-
     from compiler.server.app import service_app
     from compiler.server.service import CompilerService
 
@@ -125,21 +105,12 @@ def simulated_service(step_s: float, batching: Batching, queue: int) -> Iterator
     config = ServeConfig(queue=queue, timeout_s=TIMEOUT_S, batching=batching)
     with simulated_vllm():
         service = CompilerService(lambda: simulated_compiler(encoder, projector, step_s), config)
-        server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
-        bound = bound_socket(LOOPBACK, 0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         service.start()
-        thread.start()
-        url = http_url(LOOPBACK, bound.getsockname()[1])
-        deadline = time.monotonic() + 60
-        while not responds(f"{url}/ready") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        try:
+        with serving(service_app(service)) as url:
+            deadline = time.monotonic() + 60
+            while not responds(f"{url}/ready") and time.monotonic() < deadline:
+                time.sleep(0.05)
             yield url, os.getpid()
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            bound.close()
 
 
 @contextlib.contextmanager
@@ -162,35 +133,23 @@ def started_service(queue: int, max_new_tokens: int, engine: str, batching: str)
 async def load(
     url: str, script: Script, clients: int, seconds: float, bad: BadClients | None = None, pid: int | None = None
 ) -> LoadResult:
-    """Run concurrent clients for a number of seconds; each sends at least one request.
-
-    Args:
-        bad: further clients, beside them.
-        pid: process of the service, whose sizes are measured.
-    """
-    result, until = LoadResult(clients), time.perf_counter() + seconds
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
-        before, started = await _compile_counts(client), time.perf_counter()
-        beside = asyncio.gather(
-            (bad or BadClients()).run(url, compile_bodies(script, script.spec(clients), STEPS), until),
-            _measure(result, pid, until),
-        )
-        await asyncio.gather(
-            *(_run_client(client, script.spec(i), script=script, until=until, result=result) for i in range(clients))
-        )
-        result.seconds = time.perf_counter() - started
-        await beside
-        after = await _compile_counts(client)
+    """Load a compiler service, as `run_clients`; each client plays a home of its own."""
+    before = await _compile_counts(url)
+    result = await run_clients(url, compile_traffic(script), clients, seconds, bad=bad, pid=pid)
+    after = await _compile_counts(url)
     result.batch = (after[0] - before[0]) / max(1.0, after[1] - before[1])
     return result
 
 
-async def _measure(result: LoadResult, pid: int | None, until: float) -> None:
-    """Measure the service's process every second."""
-    while pid is not None and time.perf_counter() < until:
-        result.sizes.measure(len(result.latencies), [pid])
-        await asyncio.sleep(1.0)
+def compile_traffic(script: Script) -> Traffic:
+    """Return the requests of clients that repeat the steps of a scripted episode."""
+
+    def requests(number: int) -> Iterator[list[Request]]:
+        spec = script.spec(number)
+        bodies = compile_bodies(script, spec, STEPS)
+        return itertools.cycle([[Request(f"{spec.task.id}, {turn}", body)] for turn, body in enumerate(bodies)])
+
+    return Traffic("/compile", requests, lambda reply: reply["text"])
 
 
 def compile_bodies(script: Script, spec: EpisodeSpec, steps: int) -> list[Any]:
@@ -198,37 +157,10 @@ def compile_bodies(script: Script, spec: EpisodeSpec, steps: int) -> list[Any]:
     return [CompileBody.of(request, SamplingBody(), ("mu",)) for request in script.compile_requests(spec, steps)]
 
 
-async def _run_client(
-    client: httpx.AsyncClient, spec: EpisodeSpec, script: Script, until: float, result: LoadResult
-) -> None:
-    bodies, turn = compile_bodies(script, spec, STEPS), 0
-    while turn == 0 or time.perf_counter() < until:
-        await _send(client, bodies[turn % len(bodies)], result, f"{spec.task.id}, {turn % len(bodies)}")
-        turn += 1
-
-
-async def _send(client: httpx.AsyncClient, body: Any, result: LoadResult, name: str) -> None:
-    """Send one request, and retry while the service puts it off."""
-    sent = time.perf_counter()
-    while True:
-        try:
-            reply = await client.post("/compile", json=body)
-        except httpx.HTTPError as error:
-            return result.lost.append(f"{type(error).__name__}: {error}")
-        if reply.status_code == 200:
-            text = reply.json()["text"]
-            result.different += result.texts.setdefault(name, text) != text
-            return result.latencies.append(time.perf_counter() - sent)
-        wait = retry_after(reply.headers.get("Retry-After"))
-        if not wait or time.perf_counter() + wait - sent > TIMEOUT_S:
-            return result.lost.append(f"{reply.status_code}: {reply.text[:200]}")
-        result.retries += 1
-        await asyncio.sleep(wait)
-
-
-async def _compile_counts(client: httpx.AsyncClient) -> tuple[float, float]:
+async def _compile_counts(url: str) -> tuple[float, float]:
     """Read the numbers of compiled requests and of batches from the service's metrics."""
-    text = (await client.get("/metrics")).text
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+        text = (await client.get("/metrics")).text
     found = [re.search(rf"^memcompiler_{name}_total (\S+)$", text, re.M) for name in ("compilations", "batches")]
     compilations, batches = (float(match[1]) if match else 0.0 for match in found)
     return compilations, batches
@@ -256,8 +188,8 @@ def table(results: Sequence[LoadResult]) -> list[str]:
     ]
     rows = []
     for result in results:
-        counts = [result.clients, result.sent, len(result.lost), result.retries]
-        rates = [f"{len(result.latencies) / result.seconds:.1f}", f"{result.batch:.1f}"]
+        counts = [result.clients, result.sent, len(result.lost) + result.given_up, result.retries]
+        rates = [f"{result.served:.1f}", f"{result.batch:.1f}"]
         quantiles = np.quantile(result.latencies or [0.0], (0.5, 0.9, 0.99, 1.0))
         rows.append([*map(str, counts), *rates, *(f"{1e3 * seconds:.0f}" for seconds in quantiles)])
     return markdown_table(heads, rows)

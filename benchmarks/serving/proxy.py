@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,28 +143,37 @@ def _conversation(number: int, turn: int) -> dict[str, Any]:
 # -- the two servers ---------------------------------------------------------------------------------------------------
 
 
+async def checksum_api(scope: Any, receive: Any, send: Any) -> None:
+    """Answer as an OpenAI API, at once, with a checksum of what was sent."""
+    if scope["type"] != "http":
+        return
+    sent, more = 0, True
+    while more:
+        part = await receive()
+        sent, more = zlib.crc32(part.get("body", b""), sent), part.get("more_body", False)
+    message = {"role": "assistant", "content": f"go to shelf {sent}"}
+    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer})
+
+
 def _serve_upstream(bound: Any) -> None:
     import uvicorn
 
-    message = {"role": "assistant", "content": "go to shelf 1"}
-    answer = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        while (await receive()).get("more_body"):
-            pass
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
-
-    uvicorn.run(app, fd=bound.fileno(), log_level="critical", lifespan="off")
+    uvicorn.run(checksum_api, fd=bound.fileno(), log_level="critical", lifespan="off")
 
 
 def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: Any) -> None:
-    """Serve a proxy with a memory of `ENTRIES` entries."""
     import uvicorn
 
+    config = ProxyConfig.model_validate({"upstream": {"url": upstream}})
+    app = timed_proxy(folder, config, TimedCompiler(seconds, took))
+    uvicorn.run(app, fd=bound.fileno(), log_level="critical")
+
+
+def timed_proxy(folder: Path, config: ProxyConfig, clock: Any) -> Any:
+    """Create the application of a proxy with a stand-in compiler and a memory of `ENTRIES` entries."""
     from compiler.server.service import CompilerService
     from data_gen.memory_factory import initialise_memory, open_memory
     from proxy.app import Proxy, proxy_app
@@ -173,15 +183,13 @@ def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: 
     from proxy.sessions import SessionStore
     from proxy.upstream import Upstream
 
-    config = ProxyConfig.model_validate({"upstream": {"url": upstream}})
     memory: Any = open_memory(config.memory, folder / "bank")
     initialise_memory(memory)
     memory.write(
         MemoryEntry(f"e{i}", f"Task {i}: find it\ngo to shelf {i}", Provenance(f"t{i}", "", f"Task {i}", "train", True))
         for i in range(ENTRIES)
     )
-    served = ServeConfig(compiler=CompilerConfig())
-    clock: Any = TimedCompiler(seconds, took)
+    served = ServeConfig(compiler=CompilerConfig(), queue=config.queue, batch=config.batch)
     service = CompilerService(lambda: clock, served, gather_s=0.0)
     service.start()
     guide = Guide(
@@ -192,5 +200,4 @@ def _serve_proxy(folder: Path, upstream: str, seconds: float, took: Any, bound: 
         compile=compile_in(service),
         compiler=clock,
     )
-    app = proxy_app(Proxy(guide, Upstream(config.upstream)))
-    uvicorn.run(app, fd=bound.fileno(), log_level="critical")
+    return proxy_app(Proxy(guide, Upstream(config.upstream)))

@@ -16,9 +16,9 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -39,8 +39,9 @@ from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
 from envs.registry import find
-from runtime.http import bound_socket, http_url
+from runtime.http import KEEP_ALIVE_S, bound_socket, http_url
 
+T = TypeVar("T")
 GRACE_S = 10.0  # seconds beyond a request's time-out that a shutdown waits for running requests
 
 
@@ -50,8 +51,7 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
-        again = {"Retry-After": "1"} if refusal.status in (429, 503) else None
-        return JSONResponse({"error": refusal.message}, refusal.status, again)
+        return JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)
 
     body = {"required": True, "content": {"application/json": {"schema": CompileBody.model_json_schema()}}}
 
@@ -108,18 +108,13 @@ class _Call:
 
     async def result(self, job: CompileJob) -> Compilation:
         """Wait for a job's result. Cancel the job if the client disconnects, or after the time-out."""
-        answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(disconnected(self.request))
-        left = self.deadline - asyncio.get_running_loop().time()
         try:
-            done, _ = await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout_at(self.deadline):
+                return await unless_gone(self.request, asyncio.wrap_future(job.result))
+        except TimeoutError:
+            raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time") from None
         finally:
             self.service.give_up(job)
-            gone.cancel()
-        if answer in done:
-            return answer.result()
-        if gone in done:
-            raise gone_client()
-        raise Refusal(504, f"no result within {self.timeout:g} s: send fewer requests at a time")
 
 
 def _check_environment(name: str, known: Sequence[str]) -> None:
@@ -169,6 +164,23 @@ async def disconnected(request: Request) -> None:
         pass
 
 
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Await something for a client, after its body has been read.
+
+    Raises:
+        Refusal: 499, if the client disconnects before; the work is then cancelled.
+    """
+    wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not wanted.done():
+            raise gone_client()
+        return wanted.result()
+    finally:
+        gone.cancel()
+        wanted.cancel()  # does nothing once it is there
+
+
 def gone_client() -> Refusal:
     return Refusal(499, "the client has gone")  # counted by the metrics, never sent
 
@@ -193,7 +205,8 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     service = service_of(config)
     bound = bound_socket(host, port)
-    server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
+    settings: Any = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S}
+    server = uvicorn.Server(uvicorn.Config(service_app(service, key), **settings))
     shut_down_on_signal(server, service)
     service.start()
     threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()

@@ -40,6 +40,11 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.message = status, message
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the reply: when to try again, where that may help."""
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
 
 @dataclass(slots=True, eq=False)
 class CompileJob:

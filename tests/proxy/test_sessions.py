@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -215,6 +216,28 @@ def test_a_failing_compiler_is_named_and_its_words_stay_out_of_the_log(
     written = caplog.text + "".join(capfd.readouterr())
     assert "the compiler failed: RuntimeError" in written
     assert not [word for word in ("SECRET", "put a mug", "View.", "good", "it is there") if word in written]
+
+
+def test_the_compilation_of_a_client_that_leaves_is_cancelled(tmp_path: Path) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def compile(request: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    with ScriptedUpstream() as upstream:
+        proxy = make_proxy(upstream.url, tmp_path, Numbering(), **TURNS)
+        usual, proxy.guide.compile = proxy.guide.compile, compile
+        with listening_proxy(proxy) as url:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/chat/completions", json=conversation("a shelf"), timeout=1)
+            assert begun.is_set() and cancelled.wait(20) and not upstream.sent
+            proxy.guide.compile = usual
+            assert post(url, conversation("a shelf")).headers["x-memcompiler-emission"] == "EXPERIENCE"
+            assert 'requests_total{code="499"} 1.0' in httpx.get(f"{url}/metrics", timeout=60).text
 
 
 def test_prompts_written_anew_or_longer_at_every_step_have_sessions_too(tmp_path: Path) -> None:
