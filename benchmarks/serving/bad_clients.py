@@ -9,11 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from benchmarks.serving.traffic import Request
+from benchmarks.serving.request import Request
 
 SLOW_S, PIECES = 5.0, 20  # how long a slow client takes to send a request, and in how many pieces
 CANCEL_S = 0.2  # a cancelling client waits up to so long for its answer

@@ -35,8 +35,9 @@ import typer
 from agent.episode import EpisodeSpec
 from benchmarks.serving.bad_clients import BadClients
 from benchmarks.serving.in_thread import serving
+from benchmarks.serving.request import Request
 from benchmarks.serving.scripted import Script, read_script
-from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Request, Traffic, run_clients
+from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Traffic, run_clients
 from benchmarks.simulated_engine import simulated_compiler, simulated_vllm
 from benchmarks.sizes import HEADS
 from compiler import checkpoint

@@ -30,7 +30,8 @@ from benchmarks.serving.bad_clients import BadClients
 from benchmarks.serving.in_thread import serving
 from benchmarks.serving.load import details
 from benchmarks.serving.proxy import checksum_api
-from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Request, Traffic, run_clients
+from benchmarks.serving.request import Request
+from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Traffic, run_clients
 from eval.table import markdown_table
 from runtime.http import LOOPBACK, free_port, http_url, responds
 from runtime.processes import ChildProcess

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,19 +12,11 @@ from typing import Any
 import httpx
 
 from benchmarks.serving.bad_clients import BadClients
+from benchmarks.serving.request import Request
 from benchmarks.sizes import Sizes
 from runtime.http import retry_after
 
 TIMEOUT_S = 120.0  # of a request, from its first attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request of a client. Requests of the same name must get the same answer."""
-
-    name: str
-    body: Any
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
