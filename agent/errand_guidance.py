@@ -275,7 +275,7 @@ class Errands:
         place = next((place for place in (*named, *of_kinds, *unsearched) if place != here), "")
         if not place:
             return None
-        otherwise = f"a {thing} was seen in {place}" if place in named else f"{place} is not searched"
+        otherwise = f"a {thing} was seen in {place}" if place in named else f"no {thing} so far, and {place} is not searched"
         return Due(f"{GO}{place}", self._why_there(thing, place, otherwise))
 
     def _kinds(self, leads: Sequence[Lead], places: Sequence[str]) -> list[str]:

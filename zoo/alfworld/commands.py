@@ -8,9 +8,12 @@ entry of their own scene, and some recall nothing or other kinds of tasks, where
 are exchanged at random and, in half of the episodes, the numbers of things, so that they have to be read and not
 guessed. The stages:
 
-1. `commands`: an agent that follows the teacher's commands, and strays at some steps, visits the states.
-2. `own_states`, twice, with other games: half of the states come from an agent that follows the compiler of the stage
-   before, with the Brief States that it wrote (DAgger, Ross et al. 2011).
+1. `first_states`: the first states of many games behind one M of two entries. An episode has one first state, which
+   asks where M's entries of a scene found a thing; so M, which is most of a prompt, is read once for 16 such questions.
+2. `commands`: half of the states are such first states behind four entries. An agent that follows the teacher's
+   commands, and strays at some steps, visits the others.
+3. `own_states`, twice, with other games: a third of the states come from an agent that follows the compiler of the
+   stage before, with the Brief States that it wrote (DAgger, Ross et al. 2011).
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
+from agent.leads import scene_of
 from agent.records import EpisodeContext
 from compiler.language import render
 from compiler.prompt import compiler_parts
@@ -37,9 +41,11 @@ from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
 from data_gen.recall_mix import RecallMix
 from envs.alfworld.environment import AlfworldSettings
+from envs.household.errands import kind_of_episode, read_errand, steps_of
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
+from memory.entry import MemoryEntry
 from zoo import stages
 from zoo.alfworld.lessons import LengthPool, SceneLabels, beginnings
 from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
@@ -58,7 +64,11 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-STAGE, OWN_STATES, SUBGOALS = "commands", ("own_states", "own_states_2"), "subgoals"
+FIRST_STATES, STAGE, OWN_STATES, SUBGOALS = "first_states", "commands", ("own_states", "own_states_2"), "subgoals"
+FEW = 2  # entries of M in the first stage
+MEMORIES = 2000  # M's with first states
+ASKED = {(True, True): 6, (False, True): 5, (True, False): 3}
+"""First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
 OWN_GAMES = 240  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
@@ -68,7 +78,8 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    steps: int = 900,
+    first_steps: int = 350,
+    steps: int = 650,
     rows: int = 4,
     base: Path = BASE,
     rate: float = RATE,
@@ -80,7 +91,7 @@ def train_compiler(
 
     Args:
         games: number of train games (default: all).
-        steps: optimizer steps of the first stage.
+        first_steps, steps: optimizer steps of the first two stages.
         rows: episodes per batch, of up to `STATES` states each.
         base: folder of the compiler base.
         rate: peak learning rate; half of it in the stages of own states.
@@ -93,9 +104,15 @@ def train_compiler(
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
+    parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
+    asked = [FirstStates(make_env, of, seed, backbone) for of in (learned, held_out)]
+    if not stages.finished(work / FIRST_STATES):
+        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), rows) for first in asked]
+        model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
+    firsts = [first.states(K) for first in asked]
     if not stages.finished(work / STAGE):
-        played = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
-        batches = [EpisodeBatches(tokenizer, (states.play(),), rows) for states in played]
+        sources = zip(parts, firsts, strict=True)
+        batches = [EpisodeBatches(tokenizer, (states.play(), first), rows) for states, first in sources]
         model = _train(model, work, STAGE, seed, steps, batches, rate)
     for i, name in enumerate(OWN_STATES):
         if not stages.finished(work / name):
@@ -103,18 +120,19 @@ def train_compiler(
             player = load_text_compiler(str(work / "player"), engine=engine)
             games_of = evenly(learned, own_games, i), evenly(held_out, max(own_games // 10, 1), i)
             played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
-            batches = [EpisodeBatches(tokenizer, (states.play(), states.play(player)), rows) for states in played]
+            both = [(states.play(), states.play(player)) for states in played]
+            batches = [EpisodeBatches(tokenizer, (*of, first), rows) for of, first in zip(both, firsts, strict=True)]
             del player
             model = _train(model, work, name, seed, own_steps, batches, rate / 2)
-    settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base), "rate": rate}
+    settings = {"seed": seed, "games": games, "first_steps": first_steps, "steps": steps, "rows": rows, "rate": rate}
     write_model(
         f"compiler --world alfworld-frozen --engine {engine}",
         out,
         model=model.half(),
         processor=tokenizer,
         work=work,
-        names=(STAGE, *OWN_STATES),
-        settings=settings | {"own_games": own_games, "own_steps": own_steps, "engine": engine},
+        names=(FIRST_STATES, STAGE, *OWN_STATES),
+        settings=settings | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "engine": engine},
     )
 
 
@@ -145,7 +163,9 @@ def train_subgoal_compiler(
 
 def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
-    done = next((work / name for name in (*OWN_STATES[::-1], STAGE) if stages.finished(work / name)), None)
+    done = next(
+        (work / name for name in (*OWN_STATES[::-1], STAGE, FIRST_STATES) if stages.finished(work / name)), None
+    )
     model = LlamaForCausalLM.from_pretrained(done or base, dtype=torch.float32)
     return model if done else with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
 
@@ -256,13 +276,18 @@ def material(
 
 
 def recorded_states(
-    make_env: Make, specs: Sequence[EpisodeSpec], seed: int, compiler: Compiler | None = None, level: Level = "command"
+    make_env: Make,
+    specs: Sequence[EpisodeSpec],
+    seed: int,
+    compiler: Compiler | None = None,
+    level: Level = "command",
+    steps: int = STEPS,
 ) -> list[list[State]]:
     """Play games with the commands of the teacher, or of a compiler; return the states of each episode with the
     teacher's emissions of a level."""
     recorder = StateRecorder(compiler, level)
     guided = Delivery("expert_compiler", "compiled", recorder, soft=False)
-    run_games(make_env, specs, delivery=guided, executor=Follower(seed=seed), steps=STEPS)
+    run_games(make_env, specs, delivery=guided, executor=Follower(seed=seed), steps=steps)
     return list(recorder.episodes.values())
 
 
@@ -308,6 +333,50 @@ class EpisodeStates:
             for specs in tqdm(chunks, "games to learn from", unit="chunk")
             for states in recorded_states(self.make_env, specs, self.seed, compiler, self.level)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStates:
+    """Collects the first states of many games behind the M of one, encoded as the states of an episode."""
+
+    make_env: Make
+    specs: Sequence[EpisodeSpec]
+    seed: int
+    backbone: Backbone
+
+    def states(self, k: int) -> list[EncodedEpisode]:
+        """Return the states behind the first k entries of up to `MEMORIES` M's, with the teacher's emissions."""
+        asked = [states[0].request for states in recorded_states(self.make_env, self.specs, self.seed, steps=1)]
+        remembering = [spec for spec in self.specs if spec.memory]
+        some = evenly(remembering, MEMORIES, self.seed)
+        return [self._behind(spec, k, asked) for spec in tqdm(some, "memories to ask", unit="memory")]
+
+    def _behind(self, spec: EpisodeSpec, k: int, asked: Sequence[CompileRequest]) -> EncodedEpisode:
+        rng, memory = random.Random(f"{self.seed} {spec.task.id} {k}"), spec.memory[:k]
+        requests = [replace(request, memory=memory) for request in first_requests(memory, asked, rng)]
+        said = CommandTeacher(reader=READER).compile(requests, [EpisodeContext(None)] * len(requests))
+        states = [State(each, made.text) for each, made in zip(requests, said, strict=True)]
+        return encode_episode(self.backbone, states)
+
+
+def first_requests(
+    memory: Sequence[MemoryEntry], asked: Sequence[CompileRequest], rng: random.Random
+) -> list[CompileRequest]:
+    """Draw `STATES` first states to ask of M, most of them of its kinds of tasks (`ASKED`)."""
+    kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
+    scenes = {entry.provenance.scene for entry in memory}
+    needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
+    groups = dict[tuple[bool, bool], list[CompileRequest]]()
+    for request in asked:
+        errand = read_errand(request.goal)
+        if errand is not None and errand.kind in kinds:
+            known = scene_of(request.goal) in scenes, f"find {errand.thing}" in needs
+            groups.setdefault(known, []).append(request)
+    drawn = list[CompileRequest]()
+    for known, most in ASKED.items():
+        group = groups.get(known, [])
+        drawn += rng.sample(group, min(most, len(group)))
+    return [*drawn, *rng.sample(list(asked), min(STATES - len(drawn), len(asked)))]
 
 
 class EpisodeBatches:
