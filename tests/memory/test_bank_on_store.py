@@ -176,6 +176,7 @@ def test_commands_on_a_store(address: str, tmp_path: Path):
     assert "9 entries added, 0 known" in run("bank", "copy", tmp_path / "bank", address)
     assert "0 entries added, 9 known" in run("bank", "copy", tmp_path / "bank", address)
     assert json.loads(run("bank", "inspect", address))["entries"] == 9
+    assert "trajectory" in run("bank", "show", address)
     run("bank", "export", address, tmp_path / "bank.jsonl")
     run("bank", "import", f"{address}-again", tmp_path / "bank.jsonl")
     assert "9 entries added" in run("bank", "copy", f"{address}-again", tmp_path / "back")
