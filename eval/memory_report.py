@@ -20,6 +20,7 @@ from eval.plots import ACCENT, GRID, INK, MUTED, figure_of, plain, save_figure, 
 from eval.runs import load_run
 from eval.table import percent
 from memory.bank import MemoryBank
+from memory.bank_store import Place
 from memory.protocol import DisplaysContents, Graph, MemorySystem, Table
 from memory.registry import DEFAULT
 from memory.trajectory import compact_text
@@ -27,7 +28,7 @@ from memory.trajectory import compact_text
 ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
 
 
-def show(bank: Path, run: Path | None, out: Path, most: int, env: str | None = None) -> None:
+def show(bank: Place, run: Path | None, out: Path, most: int, env: str | None = None) -> None:
     """Print the tables of a memory of any system and draw its graphs.
 
     Args:
@@ -39,7 +40,7 @@ def show(bank: Path, run: Path | None, out: Path, most: int, env: str | None = N
     """
     system, console = stored_system(bank) or DEFAULT, Console()
     settings = {"text": MemoryBank(bank).text} if system == MemoryBank.name else {}
-    memory = open_memory(MemoryConfig(system=system, settings=settings, bank=str(bank)), bank, env)
+    memory = open_memory(MemoryConfig(system=system, settings=settings, bank=str(bank)), Path(), env)
     tables = tables_of(memory)
     if run is not None:
         tables.append(recalled_in(load_run(run)[1](False), memory))

@@ -32,7 +32,7 @@ def bank_inspect(bank: Bank) -> None:
 
 @bank_app.command("show")
 def bank_show(
-    bank: Path,
+    bank: Bank,
     run: Annotated[Path | None, typer.Option(help="Run folder of eval: also show what it recalled.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 20,
@@ -42,8 +42,11 @@ def bank_show(
 ) -> None:
     """Print and draw the content of a memory; with --run, also the entries that the run recalled and followed."""
     from eval.memory_report import show
+    from memory.bank_store import place_of
 
-    show(bank, run, out or bank / "show", most, env)
+    place = place_of(bank)
+    beside = place / "show" if isinstance(place, Path) else Path("show")  # a bank on a store has no pictures to draw
+    show(place, run, out or beside, most, env)
 
 
 @bank_app.command("export")

@@ -52,6 +52,14 @@ class BM25:
             scores[rows] += weights
         return scores
 
+    def holding(self, question: Collection[str]) -> tuple[NDArray[np.intp], Scores]:
+        """Return the documents that hold a term of the query, and their scores."""
+        if len(known := self._known_terms(question)) == 1:
+            return self._weights(known[0])
+        scores = self(known)
+        rows = np.flatnonzero(scores)
+        return rows, scores[rows]
+
     def covered(self, question: Collection[str]) -> Scores:
         """Return for every document the idf-weighted share of the query's terms that it holds."""
         known = self._known_terms(question)

@@ -31,6 +31,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,9 @@ class BankRanker:
     def _by_words(self, task: Task) -> NDArray[np.float32]:
         scores = np.zeros(len(self), dtype=np.float32)
         for word in query_words(task):
-            weights = self._words(search_terms(word)).astype(np.float32)
-            scores += weights.max() * weights
+            rows, found = self._words.holding(search_terms(word))
+            weights = found.astype(np.float32)
+            scores[rows] += weights.max(initial=0) * weights
         return scores
 
     def _by_vector(self, vector: np.ndarray) -> NDArray[np.float32]:
@@ -141,9 +143,11 @@ class BankRanker:
         values, limit = scores[rows], max(WINDOW, 4 * k)
         while True:
             edge = np.partition(values, -limit)[-limit] if len(values) >= limit else -math.inf
-            best = [found for row in rows[values > edge] if keep(found := self._entries[row])]
+            above = np.flatnonzero(values > edge)
+            found = [self._entries[row] for row in rows[above].tolist()]
+            best = [(-value, f.id, f) for value, f in zip(values[above].tolist(), found, strict=True) if keep(f)]
             if edge == -math.inf or len(best) >= k:
-                return sorted(best, key=lambda found: (-scores[found.row], found.id))
+                return [f for _, _, f in sorted(best, key=itemgetter(0, 1))]
             limit *= 16
 
 
@@ -157,10 +161,11 @@ def query_words(task: Task) -> list[str]:
 def move_repeats_last(found: Sequence[RankedEntry]) -> list[RankedEntry]:
     """Order entries by their number among those of equal (scene, goal), then as in `found`."""
     seen: dict[tuple[str, str], int] = {}
-    turn: dict[str, int] = {}
-    for f in sorted(found, key=lambda f: not f.success):  # stable sort
-        turn[f.id] = seen[f.scene, f.goal] = seen.get((f.scene, f.goal), -1) + 1
-    return sorted(found, key=lambda f: turn[f.id])
+    turns = [0] * len(found)
+    for i in sorted(range(len(found)), key=lambda i: not found[i].success):  # stable sort
+        f = found[i]
+        turns[i] = seen[f.scene, f.goal] = seen.get((f.scene, f.goal), -1) + 1
+    return [found[i] for i in sorted(range(len(found)), key=turns.__getitem__)]
 
 
 def merge_rankings(here: Sequence[RankedEntry], elsewhere: Sequence[RankedEntry], k: int) -> list[RankedEntry]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 EntryText = Literal["raw", "commands"]
 LONG, REPEATED = 80, "(as before)"
 _COMMAND, _WON, _LOST = "> ", "because ", "failed: "
+_PART_OF_WORD = re.compile(SPACED)
 _MARKS = (_COMMAND, _WON, _LOST, REPEATED)  # no line of an answer starts with one of them
 
 
@@ -116,7 +117,16 @@ def goal_with_scene(goal: str, scene: str) -> str:
 
 def goal_without_scene(goal: str, scene: str) -> str:
     """Remove the scene's label from a goal for retrieval: its number would match other numbers."""
-    return re.sub(rf"(?<!{SPACED}){re.escape(scene)}(?!{SPACED})", " ", goal) if scene else goal
+    kept, start = list[str](), 0
+    at = goal.find(scene) if scene else -1  # no pattern of the scene: compiling one takes longer than a recall
+    while at >= 0:
+        end = at + len(scene)
+        if (at and _PART_OF_WORD.match(goal, at - 1)) or _PART_OF_WORD.match(goal, end):
+            at = goal.find(scene, at + 1)
+        else:
+            kept.append(goal[start:at])
+            start, at = end, goal.find(scene, end)
+    return " ".join([*kept, goal[start:]])
 
 
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:

@@ -28,13 +28,13 @@ def object_store() -> Iterator[ObjectStore]:
     It answers one request at a time: moto does not check and store a conditional write in one step, as S3 does.
     """
     import boto3
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     asked = list[str]()
 
     class Handler(WSGIRequestHandler):
-        def log_request(self, *about: Any) -> None:
+        def log_request(self, code: Any = "-", size: Any = "-") -> None:
             asked.append(f"{self.command} {self.path}")
 
     server = make_server(

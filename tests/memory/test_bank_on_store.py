@@ -176,6 +176,7 @@ def test_commands_on_a_store(address: str, tmp_path: Path):
     assert "9 entries added, 0 known" in run("bank", "copy", tmp_path / "bank", address)
     assert "0 entries added, 9 known" in run("bank", "copy", tmp_path / "bank", address)
     assert json.loads(run("bank", "inspect", address))["entries"] == 9
+    assert "trajectory" in run("bank", "show", address)
     run("bank", "export", address, tmp_path / "bank.jsonl")
     run("bank", "import", f"{address}-again", tmp_path / "bank.jsonl")
     assert "9 entries added" in run("bank", "copy", f"{address}-again", tmp_path / "back")
@@ -191,16 +192,9 @@ def test_settings_and_the_api_open_a_bank_on_a_store(address: str, tmp_path: Pat
         initialise_memory(mc.open_memory(address))
     with pytest.raises(BankError, match="amem keeps its episodes in a file: name a folder"):
         mc.open_memory(address, "amem")
+    embeds = {"model": "m", "base_url": "http://127.0.0.1:1"}
     with pytest.raises(BankError, match="name a file for them"):
-        (
-            mc.open_memory(address).at(1),
-            open_memory(
-                MemoryConfig.model_validate(
-                    {"bank": address, "embed_api": {"model": "m", "base_url": "http://127.0.0.1:1"}}
-                ),
-                tmp_path,
-            ),
-        )
+        open_memory(MemoryConfig.model_validate({"bank": address, "embed_api": embeds}), tmp_path)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
