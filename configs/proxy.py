@@ -137,7 +137,7 @@ class ProxyConfig(Settings):
     sessions: SessionsConfig = SessionsConfig()
     """Bounds of the sessions."""
     queue: int = Field(default=256, ge=1)
-    """Maximum requests that wait for the compiler."""
+    """Maximum requests that wait for memory and compiler, beside `batch` that are answered."""
     batch: int = Field(default=64, ge=1)
     """Maximum requests compiled in one batch."""
     compile_timeout_s: float = Field(default=120.0, gt=0)

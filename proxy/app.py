@@ -10,7 +10,7 @@
 Errors of the proxy itself have the format of OpenAI's: 400 a header that is not UTF-8, 401 wrong key, 404 no such
 session, 408 the request did not arrive in time, 413 it is too large, 422 a wrong header, 502 and 504 the upstream does
 not answer (or, with on_failure=refuse, memory or compiler failed), 429 with on_failure=refuse: too many requests wait
-for the compiler (Retry-After). Errors of the upstream are passed on.
+for memory and compiler (Retry-After). Errors of the upstream are passed on.
 """
 
 from __future__ import annotations

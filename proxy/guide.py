@@ -35,7 +35,7 @@ class GuideError(Exception):
     """Memory or compiler failed. The message names what failed, without any content.
 
     Args:
-        queue_is_full: too many requests wait for the compiler; a later attempt may succeed.
+        queue_is_full: too many requests wait for memory and compiler; a later attempt may succeed.
     """
 
     def __init__(self, message: str, queue_is_full: bool = False) -> None:
@@ -95,6 +95,7 @@ class Guide:
     accepts_soft: bool = False
     gate: Gate | None = None
     compile_seconds: float = 0.0  # of all compilations so far, waiting included
+    _waiting: int = 0  # requests that wait for memory or compiler, or are in a batch
     # One thread: memory systems answer one call at a time.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="memory"))
 
@@ -162,6 +163,17 @@ class Guide:
 
     async def _guide(self, session: ProxySession, step: ProxyStep, conversation: Conversation, wishes: Wishes) -> None:
         """Fill in what the step adds, and its Brief State. Raises: GuideError."""
+        if self._waiting >= self.config.queue + self.config.batch:
+            raise GuideError("too many requests wait for guidance", queue_is_full=True)
+        self._waiting += 1
+        try:
+            await self._recall_and_compile(session, step, conversation, wishes)
+        finally:
+            self._waiting -= 1
+
+    async def _recall_and_compile(
+        self, session: ProxySession, step: ProxyStep, conversation: Conversation, wishes: Wishes
+    ) -> None:
         spec, delivery = usable_delivery(wishes.deliver), self.delivery(wishes.deliver)
         steps = [*session.path(step.parent), step]
         left = None if wishes.budget is None else wishes.budget - sum(each.tokens for each in steps)

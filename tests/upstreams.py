@@ -48,6 +48,7 @@ class Sent:
     path: str
     headers: dict[str, str]
     body: bytes
+    port: int  # of the connection that it came by
 
     @property
     def json(self) -> dict[str, Any]:
@@ -107,7 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        sent = Sent(self.command, self.path, dict(self.headers.items()), self.rfile.read(length))
+        sent = Sent(
+            self.command, self.path, dict(self.headers.items()), self.rfile.read(length), self.client_address[1]
+        )
         self.owner.sent.append(sent)
         reply = self.owner.script.pop(0) if self.owner.script else Reply([self.owner.answer(sent)])
         with contextlib.suppress(OSError):

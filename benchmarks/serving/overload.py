@@ -27,9 +27,8 @@ import numpy as np
 import typer
 
 from benchmarks.serving.bad_clients import BadClients
-from benchmarks.serving.in_thread import serving
 from benchmarks.serving.load import details
-from benchmarks.serving.proxy import checksum_api
+from benchmarks.serving.proxy import scripted_upstream
 from benchmarks.serving.traffic import TIMEOUT_S, LoadResult, Request, Traffic, run_clients
 from eval.table import markdown_table
 from runtime.http import LOOPBACK, free_port, http_url, responds
@@ -62,7 +61,7 @@ def measure_overload(
 ) -> None:
     """Load the proxy with ten times what it can serve, and count what is lost."""
     bad = BadClients(slow, half_open, cancelling)
-    with serving(checksum_api) as upstream, started_proxy(f"{upstream}/v1", queue, max_new_tokens) as (url, pid):
+    with scripted_upstream() as upstream, started_proxy(f"{upstream}/v1", queue, max_new_tokens) as (url, pid):
         remember(url)
         served = asyncio.run(run_clients(url, traffic("alone"), 2 * queue, alone))
         result = asyncio.run(overload(url, served, seconds, times, bad, pid))

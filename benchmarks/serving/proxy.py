@@ -10,12 +10,13 @@ latencies are those of waiting for a processor; the proxy's own processor time, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ VIEW = "On the shelf 1, you see a mug 1, a plate 2, a book 1, and a cellphone 3.
 DELIVERIES = ("none", "static", "compiled")
 ENTRIES = 100  # in the memory
 READY_S = 120.0
+FORK: Any = multiprocessing.get_context("fork")
 
 
 class TimedCompiler:
@@ -63,26 +65,32 @@ def measure_proxy(
     compile_ms: Annotated[float, typer.Option(min=0, max=1000, help="Milliseconds of a compilation.")] = 20.0,
 ) -> None:
     """Measure the latency that the proxy adds to a chat request, beside compiling."""
-    fork = multiprocessing.get_context("fork")
-    took, sockets = fork.SimpleQueue(), [bound_socket(LOOPBACK, 0) for _ in range(2)]
+    took, sockets = FORK.SimpleQueue(), [bound_socket(LOOPBACK, 0) for _ in range(2)]
     urls = [http_url(LOOPBACK, bound.getsockname()[1]) for bound in sockets]
     with tempfile.TemporaryDirectory(prefix="memcompiler-proxy-") as folder:
         work = (Path(folder), f"{urls[0]}/v1", compile_ms / 1e3, took, sockets[1])
-        children = [
-            fork.Process(target=_serve_upstream, args=(sockets[0],), daemon=True),
-            fork.Process(target=_serve_proxy, args=work, daemon=True),
-        ]
-        for child in children:
-            child.start()
-        try:
+        with forked(_serve_upstream, sockets[0]), forked(_serve_proxy, *work) as proxy:
             _wait_until_ready(urls)
-            typer.echo(
-                "\n".join(measured_rows(urls, took, lambda: _processor_seconds(children[1].pid), requests, turns))
-            )
-        finally:
-            for child in children:
-                child.terminate()
-                child.join(10)
+            typer.echo("\n".join(measured_rows(urls, took, lambda: _processor_seconds(proxy), requests, turns)))
+
+
+@contextlib.contextmanager
+def forked(target: Callable[..., object], *arguments: Any) -> Iterator[int | None]:
+    """Run a function in a child process; yield its id, and terminate it at the end."""
+    child = FORK.Process(target=target, args=arguments, daemon=True)
+    child.start()
+    try:
+        yield child.pid
+    finally:
+        child.terminate()
+        child.join(10)
+
+
+@contextlib.contextmanager
+def scripted_upstream() -> Iterator[str]:
+    """Serve the scripted upstream in a process of its own; yield its URL."""
+    with contextlib.closing(bound_socket(LOOPBACK, 0)) as bound, forked(_serve_upstream, bound):
+        yield http_url(LOOPBACK, bound.getsockname()[1])
 
 
 def _wait_until_ready(urls: Sequence[str]) -> None:

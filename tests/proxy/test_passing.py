@@ -18,6 +18,10 @@ import pytest
 pytest.importorskip("fastapi", reason="the proxy needs the extra serve")
 pytest.importorskip("uvicorn", reason="the proxy needs the extra serve")
 
+import uvicorn
+
+from proxy import upstream as upstream_module
+from runtime import http as http_module
 from tests.upstreams import (
     JSON,
     SSE,
@@ -192,6 +196,19 @@ def test_an_upstream_that_is_gone_or_too_slow_is_named(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/v1/chat/completions", json=START, timeout=60)
     assert answer.status_code == 502 and "cannot be reached" in answer.json()["error"]["message"]
     assert len(compiler.requests) == 1  # the session of the first proxy went on in the second
+
+
+@pytest.mark.parametrize(("keep_s", "connections"), [(0.0, 2), (60.0, 1)])
+def test_an_idle_connection_is_left_before_the_upstream_closes_it(
+    keep_s: float, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = uvicorn.Config("app:app").timeout_keep_alive  # of vLLM, too
+    assert usual > upstream_module.KEEP_ALIVE_S and (httpx.Limits().keepalive_expiry or 0) < http_module.KEEP_ALIVE_S
+    monkeypatch.setattr(upstream_module, "KEEP_ALIVE_S", keep_s)
+    with proxied(tmp_path) as (upstream, url):
+        for _ in range(2):
+            assert httpx.post(f"{url}/v1/chat/completions", json=START, headers=NONE, timeout=60).status_code == 200
+    assert len({sent.port for sent in upstream.sent}) == connections
 
 
 def test_keys_come_from_the_environment_and_do_not_leak(tmp_path: Path) -> None:

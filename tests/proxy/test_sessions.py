@@ -218,6 +218,24 @@ def test_a_failing_compiler_is_named_and_its_words_stay_out_of_the_log(
     assert not [word for word in ("SECRET", "put a mug", "View.", "good", "it is there") if word in written]
 
 
+@pytest.mark.parametrize(("on_failure", "status"), [("refuse", 429), ("forward", 200)])
+def test_more_requests_than_may_wait_are_not_guided(tmp_path: Path, on_failure: str, status: int) -> None:
+    free = threading.Event()
+    compiler = Numbering(fails=lambda request: not free.wait(20))
+    with proxied(tmp_path, compiler, queue=1, batch=1, on_failure=on_failure, **TURNS) as (upstream, url):
+        waiting = [in_background(lambda n=n: post(url, conversation(f"shelf {n}"))) for n in range(2)]
+        until(lambda: len(compiler.requests) == 2)
+        late = post(url, conversation("a shelf"))
+        free.set()
+        assert late.status_code == status and len(compiler.requests) == 2
+        if status == 429:
+            assert late.headers["retry-after"] == "1"
+        else:
+            assert late.headers["x-memcompiler-failure"] == "too many requests wait for guidance"
+        assert all(answer().headers["x-memcompiler-emission"] == "EXPERIENCE" for answer in waiting)
+        assert post(url, conversation("a desk")).status_code == 200
+
+
 def test_the_compilation_of_a_client_that_leaves_is_cancelled(tmp_path: Path) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
