@@ -187,7 +187,12 @@ def _token() -> str:
 
 @contextmanager
 def private_environment() -> Iterator[None]:
-    """Set variables that keep a Ray started meanwhile on loopback and give it a token, unless they are set already."""
+    """Set variables that keep a Ray started meanwhile on loopback and give it a token, unless they are set already.
+
+    Raises:
+        ClusterError: Ray has been imported without a token.
+    """
+    _check_token()
     values = _PRIVATE | {"RAY_AUTH_TOKEN": _token()}
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
@@ -196,6 +201,24 @@ def private_environment() -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
+
+
+def _check_token() -> None:
+    """Check that Ray, if it is imported already, uses tokens: it reads its environment once, when it is imported, and
+    servers with a token refuse a process without one (`InvalidAuthToken`, after minutes). Raises: ClusterError."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or ray.is_initialized() or "RAY_AUTH_MODE" in os.environ:
+        return
+    from ray._raylet import (  # pyright: ignore[reportMissingImports]
+        AuthenticationMode,
+        get_authentication_mode,
+    )
+
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        raise ClusterError(
+            "this process imported Ray before it had a token, and Ray reads none later: import it afterwards, or "
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before the process starts"
+        )
 
 
 def wait_for_nodes(number: int, timeout_s: float = 600.0) -> None:

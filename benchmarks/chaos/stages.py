@@ -12,6 +12,7 @@ from benchmarks.chaos.facts import Facts, bank_of, collected, evaluated, trained
 
 MEMCOMPILER = (sys.executable, "-m", "memcompiler")
 HOMES = "env.scenes={train: 3, test: 3}"
+MANY = ("placement.retries=20", "placement.restarts=20")  # more than a run is killed
 FEW = (HOMES, "limit=6", "max_steps=4")
 
 
@@ -24,12 +25,16 @@ class Stage:
         facts: what its finished run folder holds, without clocks.
         use: of a server: what its clients ask it, by its URL. They retry, and return the answers.
         has_folder: whether the command takes --out.
+        on_ray: whether it runs on Ray nodes, which are started for it; its processes and nodes are killed, too.
+        same_as: stage whose undisturbed run ends with the same facts.
     """
 
     command: Callable[[Path], list[str]]
     facts: Callable[[Path], Facts]
     use: Callable[[str], Facts] | None = None
     has_folder: bool = True
+    on_ray: bool = False
+    same_as: str = ""
 
 
 def _grpo(whole: Path, *more: str) -> list[str]:
@@ -39,12 +44,16 @@ def _grpo(whole: Path, *more: str) -> list[str]:
     ]
 
 
+def _collect(*more: str) -> list[str]:
+    return [*MEMCOMPILER, "collect", "-c", "collect/quickstart", HOMES, "limit=12", *more]
+
+
 def _eval(whole: Path, *more: str) -> list[str]:
     return [*MEMCOMPILER, "eval", "-c", "eval/quickstart", f"compiler.checkpoint={whole / 'sft'}", *FEW, *more]
 
 
 STAGES: Mapping[str, Stage] = {
-    "collect": Stage(lambda whole: [*MEMCOMPILER, "collect", "-c", "collect/quickstart", HOMES, "limit=12"], collected),
+    "collect": Stage(lambda whole: _collect(), collected),
     "sft": Stage(
         lambda whole: [
             *(*MEMCOMPILER, "train", "sft", "-c", "sft/quickstart", f"rows={whole / 'collect' / 'rows'}"),
@@ -79,5 +88,17 @@ STAGES: Mapping[str, Stage] = {
         ],
         lambda out: bank_of(out / "bank"),
         converse,
+    ),
+    "ray": Stage(
+        lambda whole: _grpo(whole, "save_every=1", "cluster=ray", "placement.cpus=0.3", *MANY),
+        trained,
+        on_ray=True,
+        same_as="grpo",
+    ),
+    "ray-collect": Stage(
+        lambda whole: _collect("cluster=ray", "ray.batch_size=2"),
+        collected,
+        on_ray=True,
+        same_as="collect",
     ),
 }

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import httpx
 import pytest
 
-from benchmarks.chaos import running
+from benchmarks.chaos import on_ray, running
 from benchmarks.chaos.clients import answered
 from benchmarks.chaos.facts import Facts, bank_of, rows_of, without_clocks
+from benchmarks.chaos.on_ray import RayRun
 from benchmarks.chaos.running import Tally, compare, run_chaos
 from benchmarks.chaos.stages import Stage
 from memory.bank import MemoryBank
 from runtime.store import JsonLines
 from tests.tiny_models import entry
+from tests.waiting import lines, until
 
 # Writes rows 0 to 9, slowly; what a run does with the rows that it finds is the first argument.
 COMMAND = """
@@ -69,6 +73,32 @@ class Handler(BaseHTTPRequestHandler):
 HTTPServer(("127.0.0.1", int(sys.argv[5])), Handler).serve_forever()
 """
 
+# Writes rows that an actor computes, which Ray restarts and asks again.
+ON_RAY = """
+import sys, time
+from pathlib import Path
+
+import ray
+
+out = Path(sys.argv[2])
+out.mkdir(exist_ok=True)
+file = out / "rows.jsonl"
+done = sum(line.endswith(b"\\n") for line in file.read_bytes().splitlines(keepends=True)) if file.exists() else 0
+ray.init(log_to_driver=False, logging_level="error")
+
+@ray.remote(num_cpus=0.5, max_restarts=-1, max_task_retries=-1)
+class ObjectActor:
+    def square(self, n):
+        time.sleep(0.3)
+        return n * n
+
+actor = ObjectActor.remote()
+with file.open("ab") as lines:
+    for n in range(done, 40):
+        lines.write(b'{"n": %d}\\n' % ray.get(actor.square.remote(n)))
+        lines.flush()
+"""
+
 
 def stage(how: str) -> Stage:
     facts: Callable[[Path], dict[str, str]] = lambda run: rows_of(run, "rows.jsonl", lambda row: row["n"])
@@ -109,6 +139,25 @@ def test_clients_of_a_killed_server_get_the_same_answers(
     tally = run_chaos(["server"], 4, Random(1), tmp_path / "runs")
     assert tally.kills == 4 and tally.lost == tally.hung == 0
     assert (tally.different > 0) == (how == "forget")
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_an_actor_a_node_and_the_driver_are_killed_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("ray") is None:  # an import here would come before Ray's token
+        pytest.skip("needs the extra ray")
+    facts: Callable[[Path], Facts] = lambda run: rows_of(run, "rows.jsonl", lambda row: row["n"])
+    rows = tmp_path / "run" / "rows.jsonl"
+    with closing(
+        RayRun(Stage(lambda _: [sys.executable, "-c", ON_RAY], facts), tmp_path, rows.parent, Random(1))
+    ) as run:
+        for number, (victim, named) in enumerate((("process", "engine"), ("node", "node"), ("driver", "driver"))):
+            monkeypatch.setattr(on_ray, "VICTIMS", (victim,))
+            run.start()
+            until(lambda wanted=4 * number + 2: lines(rows) >= wanted, 200)
+            assert run.kill_after(0.0) == named
+        found = run.finish(200.0)
+    assert found == {f"rows.jsonl {n * n}": f'{{"n": {n * n}}}' for n in range(40)}
 
 
 def test_entries_of_a_bank_are_named_by_their_texts(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks.ray_nodes import below, node_of, processes, ray_nodes
 from compiler import checkpoint
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
@@ -23,7 +24,6 @@ from configs.training import GrpoConfig, SftConfig
 from memcompiler.collection import run_collect
 from runtime.checksums import parse_row
 from tests import vllm_engines
-from tests.ray_nodes import below, node_of, processes, ray_nodes
 from tests.waiting import lines, until
 from training.grpo import train_grpo
 from training.ray_placement import ClusterLayout, RoleLayout

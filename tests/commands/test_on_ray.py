@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ray_nodes import SMALL, processes, ray_nodes, workers
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
@@ -24,7 +25,6 @@ from eval.evaluate import run_eval
 from memcompiler.collection import run_collect
 from memory.bank import MemoryBank
 from runtime.checksums import parse_row
-from tests.ray_nodes import SMALL, processes, ray_nodes, workers
 from tests.waiting import lines, until
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +23,8 @@ import pytest
 from runtime import cluster
 from runtime.cluster import ADDRESS, ClusterError, check_answers, ray_cluster, require_ray
 from runtime.http import LOOPBACK, bound_socket
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -51,6 +57,21 @@ def of_those_there(ask: Callable[[Any], Any], some: Iterable[Any]) -> Iterator[A
     for each in some:
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
             yield ask(each)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("first", ["ray", "runtime.cluster"])
+def test_a_process_that_imported_ray_without_a_token_is_told_so_at_once(first: str) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs the extra ray")
+    code = f"import {first}; from runtime.cluster import private_environment, import_ray\n"
+    code += "for _ in range(2):\n with private_environment(): import_ray()\nprint('twice')"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    if first == "ray":
+        assert "ClusterError: this process imported Ray before it had a token" in done.stderr
+    else:
+        assert done.stdout.strip() == "twice", done.stderr
 
 
 class Answer:
