@@ -275,8 +275,8 @@ class Errands:
         place = next((place for place in (*named, *of_kinds, *unsearched) if place != here), "")
         if not place:
             return None
-        otherwise = f"a {thing} was seen in {place}" if place in named else f"no {thing} so far, and {place} is not searched"
-        return Due(f"{GO}{place}", self._why_there(thing, place, otherwise))
+        seen, not_seen = f"a {thing} was seen in {place}", f"no {thing} so far, and {place} is not searched"
+        return Due(f"{GO}{place}", self._why_there(thing, place, seen if place in named else not_seen))
 
     def _kinds(self, leads: Sequence[Lead], places: Sequence[str]) -> list[str]:
         """List the kinds of places that leads name, those of which the scene has few first."""
