@@ -81,7 +81,7 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert talk.state.belief("places") == "cabinet 2, countertop 1, fridge 1, shelf 1"  # the first of each kind
     assert talk.state.belief("unsearched") == "countertop 1, fridge 1, shelf 1, cabinet 2, cabinet 1"  # few first
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
-    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "countertop 1 is not searched")
+    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
     assert lacks.ops == (Delete("unsearched", "shelf 1"), Delete("mug", "shelf"))  # it was the only shelf
     seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
     assert seen.guidance == "take mug 2 from countertop 1" and "mug 2 is in view" in seen.reason
@@ -287,7 +287,7 @@ def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None
 
 def test_controls_name_no_places_or_those_of_random_entries() -> None:
     blind = Talk(COOLED, teacher=replace(TEACHER, entry="none"))
-    assert blind.hear(ROOM).reason == "countertop 1 is not searched"
+    assert blind.hear(ROOM).reason == "no mug so far, and countertop 1 is not searched"
     pen = remembered("FloorPlan3", "take pen 1 from cabinet 1", "cool pen 1 with fridge 1", "move pen 1 to shelf 1")
     wrong = Talk(pen, teacher=replace(TEACHER, entry="random")).hear(ROOM)
     assert (wrong.guidance, wrong.reason) == ("go to cabinet 2", "in FloorPlan1 the mug was in cabinet 2")
