@@ -59,7 +59,7 @@ def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
         with patch.object(services, "get_node", patient(services.get_node)):
             cluster = Cluster(initialize_head=True, head_node_args=head)
             try:
-                os.environ[ADDRESS] = cluster.address
+                os.environ[ADDRESS] = str(cluster.address)
                 for number in cpus[1:]:
                     cluster.add_node(num_cpus=number, **SMALL)
                 yield cluster

@@ -209,12 +209,8 @@ def _check_token() -> None:
     ray: Any = sys.modules.get("ray")
     if ray is None or ray.is_initialized() or "RAY_AUTH_MODE" in os.environ:
         return
-    from ray._raylet import (  # pyright: ignore[reportMissingImports]
-        AuthenticationMode,
-        get_authentication_mode,
-    )
-
-    if get_authentication_mode() != AuthenticationMode.TOKEN:
+    raylet: Any = importlib.import_module("ray._raylet")
+    if raylet.get_authentication_mode() != raylet.AuthenticationMode.TOKEN:
         raise ClusterError(
             "this process imported Ray before it had a token, and Ray reads none later: import it afterwards, or "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before the process starts"
