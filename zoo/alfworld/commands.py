@@ -66,7 +66,8 @@ RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 FIRST_STATES, STAGE, OWN_STATES, SUBGOALS = "first_states", "commands", ("own_states", "own_states_2"), "subgoals"
 FEW = 2  # entries of M in the first stage
-ASKED = {(True, True): 6, (False, True): 5, (True, False): 3}
+MEMORIES = 1500  # about so many M's with first states
+ASKED = {(True, True): 5, (False, True): 5, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
 OWN_GAMES = 240  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
@@ -344,10 +345,11 @@ class FirstStates:
     backbone: Backbone
 
     def states(self, k: int) -> list[EncodedEpisode]:
-        """Return 16 states behind the first k entries of each game's M, with the teacher's emissions."""
+        """Return 16 states behind the first k entries of every n-th game's M, with the teacher's emissions."""
         asked = [states[0].request for states in recorded_states(self.make_env, self.specs, self.seed, steps=1)]
         remembering = [spec for spec in self.specs if spec.memory]
-        return [self._behind(spec, k, asked) for spec in tqdm(remembering, "memories to ask", unit="memory")]
+        some = evenly(remembering, MEMORIES, self.seed)
+        return [self._behind(spec, k, asked) for spec in tqdm(some, "memories to ask", unit="memory")]
 
     def _behind(self, spec: EpisodeSpec, k: int, asked: Sequence[CompileRequest]) -> EncodedEpisode:
         rng, memory = random.Random(f"{self.seed} {spec.task.id} {k}"), spec.memory[:k]
