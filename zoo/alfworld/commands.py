@@ -69,7 +69,7 @@ FEW = 2  # entries of M in the first stage
 MEMORIES = 1500  # about so many M's with first states
 ASKED = {(True, True): 5, (False, True): 5, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
-OWN_GAMES = 240  # that the compiler of the stage before plays
+OWN_GAMES = 160  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
 
@@ -78,13 +78,13 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    first_steps: int = 350,
-    steps: int = 650,
-    rows: int = 4,
+    first_steps: int = 150,
+    steps: int = 800,
+    rows: int = 2,
     base: Path = BASE,
     rate: float = RATE,
     own_games: int = OWN_GAMES,
-    own_steps: int = 250,
+    own_steps: int = 200,
     engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
@@ -92,7 +92,8 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         first_steps, steps: optimizer steps of the first two stages.
-        rows: episodes per batch, of up to `STATES` states each.
+        rows: episodes per batch of the second stage, of up to `STATES` states each; the first has twice as many, and those
+            of own states one more.
         base: folder of the compiler base.
         rate: peak learning rate; half of it in the stages of own states.
         own_games: number of train games of each stage of own states.
@@ -107,7 +108,7 @@ def train_compiler(
     parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
     asked = [FirstStates(make_env, of, seed, backbone) for of in (learned, held_out)]
     if not stages.finished(work / FIRST_STATES):
-        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), rows) for first in asked]
+        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), 2 * rows) for first in asked]
         model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
     firsts = [first.states(K) for first in asked]
     if not stages.finished(work / STAGE):
@@ -121,7 +122,9 @@ def train_compiler(
             games_of = evenly(learned, own_games, i), evenly(held_out, max(own_games // 10, 1), i)
             played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
             both = [(states.play(), states.play(player)) for states in played]
-            batches = [EpisodeBatches(tokenizer, (*of, first), rows) for of, first in zip(both, firsts, strict=True)]
+            batches = [
+                EpisodeBatches(tokenizer, (*of, first), rows + 1) for of, first in zip(both, firsts, strict=True)
+            ]
             del player
             model = _train(model, work, name, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "first_steps": first_steps, "steps": steps, "rows": rows, "rate": rate}
