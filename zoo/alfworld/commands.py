@@ -92,8 +92,8 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         first_steps, steps: optimizer steps of the first two stages.
-        rows: episodes per batch of the second stage, of up to `STATES` states each; the first has twice as many, and those
-            of own states one more.
+        rows: episodes per batch of the second stage, of up to `STATES` states each; the first stage has twice as many,
+            and those of own states one more.
         base: folder of the compiler base.
         rate: peak learning rate; half of it in the stages of own states.
         own_games: number of train games of each stage of own states.
