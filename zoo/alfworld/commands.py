@@ -66,9 +66,9 @@ RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 FIRST_STATES, STAGE, OWN_STATES, SUBGOALS = "first_states", "commands", ("own_states", "own_states_2"), "subgoals"
 FEW = 2  # entries of M in the first stage
-MEMORIES = 1500  # about so many M's with first states
 ASKED = {(True, True): 5, (False, True): 5, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
+GAMES = 1000  # that the teacher plays, and whose M's are asked
 OWN_GAMES = 160  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
@@ -78,8 +78,8 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    first_steps: int = 150,
-    steps: int = 800,
+    first_steps: int = 200,
+    steps: int = 500,
     rows: int = 2,
     base: Path = BASE,
     rate: float = RATE,
@@ -92,8 +92,7 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         first_steps, steps: optimizer steps of the first two stages.
-        rows: episodes per batch of the second stage, of up to `STATES` states each; the first stage has twice as many,
-            and those of own states one more.
+        rows: episodes per batch, of up to `STATES` states each; those of own states have one more.
         base: folder of the compiler base.
         rate: peak learning rate; half of it in the stages of own states.
         own_games: number of train games of each stage of own states.
@@ -105,10 +104,10 @@ def train_compiler(
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
-    parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
+    parts = [EpisodeStates(make_env, evenly(of, GAMES, seed), seed, backbone) for of in (learned, held_out)]
     asked = [FirstStates(make_env, of, seed, backbone) for of in (learned, held_out)]
     if not stages.finished(work / FIRST_STATES):
-        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), 2 * rows) for first in asked]
+        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), rows) for first in asked]
         model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
     firsts = [first.states(K) for first in asked]
     if not stages.finished(work / STAGE):
@@ -351,7 +350,7 @@ class FirstStates:
         """Return 16 states behind the first k entries of every n-th game's M, with the teacher's emissions."""
         asked = [states[0].request for states in recorded_states(self.make_env, self.specs, self.seed, steps=1)]
         remembering = [spec for spec in self.specs if spec.memory]
-        some = evenly(remembering, MEMORIES, self.seed)
+        some = evenly(remembering, GAMES, self.seed)
         return [self._behind(spec, k, asked) for spec in tqdm(some, "memories to ask", unit="memory")]
 
     def _behind(self, spec: EpisodeSpec, k: int, asked: Sequence[CompileRequest]) -> EncodedEpisode:
