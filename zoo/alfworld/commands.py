@@ -12,8 +12,8 @@ guessed. The stages:
    asks where M's entries of a scene found a thing; so M, which is most of a prompt, is read once for 16 such questions.
 2. `commands`: half of the states are such first states behind four entries. An agent that follows the teacher's
    commands, and strays at some steps, visits the others.
-3. `own_states`, twice, with other games: a third of the states come from an agent that follows the compiler of the
-   stage before, with the Brief States that it wrote (DAgger, Ross et al. 2011).
+3. `own_states`: a third of the states come from an agent that follows the compiler of the stage before, with the Brief
+   States that it wrote (DAgger, Ross et al. 2011).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-FIRST_STATES, STAGE, OWN_STATES, SUBGOALS = "first_states", "commands", ("own_states", "own_states_2"), "subgoals"
+FIRST_STATES, COMMANDS, OWN_STATES, SUBGOALS = "first_states", "commands", "own_states", "subgoals"
+STAGES = (FIRST_STATES, COMMANDS, OWN_STATES)
 FEW = 2  # entries of M in the first stage
 ASKED = {(True, True): 5, (False, True): 5, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
@@ -92,11 +93,11 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         first_steps, steps: optimizer steps of the first two stages.
-        rows: episodes per batch, of up to `STATES` states each; those of own states have one more.
+        rows: episodes per batch, of up to `STATES` states each; those of the last stage have one more.
         base: folder of the compiler base.
-        rate: peak learning rate; half of it in the stages of own states.
-        own_games: number of train games of each stage of own states.
-        own_steps: optimizer steps of each.
+        rate: peak learning rate; half of it in the stage of own states.
+        own_games: number of train games that the compiler plays.
+        own_steps: optimizer steps on the states that it reached.
         engine: what plays their games; vLLM is four times as fast.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
@@ -104,28 +105,25 @@ def train_compiler(
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
-    parts = [EpisodeStates(make_env, evenly(of, GAMES, seed), seed, backbone) for of in (learned, held_out)]
     asked = [FirstStates(make_env, of, seed, backbone) for of in (learned, held_out)]
     if not stages.finished(work / FIRST_STATES):
         batches = [EpisodeBatches(tokenizer, (first.states(FEW),), rows) for first in asked]
         model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
-    firsts = [first.states(K) for first in asked]
-    if not stages.finished(work / STAGE):
-        sources = zip(parts, firsts, strict=True)
-        batches = [EpisodeBatches(tokenizer, (states.play(), first), rows) for states, first in sources]
-        model = _train(model, work, STAGE, seed, steps, batches, rate)
-    for i, name in enumerate(OWN_STATES):
-        if not stages.finished(work / name):
-            save(work / "player", model, tokenizer)
-            player = load_text_compiler(str(work / "player"), engine=engine)
-            games_of = evenly(learned, own_games, i), evenly(held_out, max(own_games // 10, 1), i)
-            played = [EpisodeStates(make_env, of, seed, backbone) for of in games_of]
-            both = [(states.play(), states.play(player)) for states in played]
-            batches = [
-                EpisodeBatches(tokenizer, (*of, first), rows + 1) for of, first in zip(both, firsts, strict=True)
-            ]
-            del player
-            model = _train(model, work, name, seed, own_steps, batches, rate / 2)
+    firsts = [] if stages.finished(work / OWN_STATES) else [first.states(K) for first in asked]
+    if not stages.finished(work / COMMANDS):
+        played = [EpisodeStates(make_env, evenly(of, GAMES, seed), seed, backbone).play() for of in (learned, held_out)]
+        batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(played, firsts, strict=True)]
+        model = _train(model, work, COMMANDS, seed, steps, batches, rate)
+    if not stages.finished(work / OWN_STATES):
+        save(work / "player", model, tokenizer)
+        player = load_text_compiler(str(work / "player"), engine=engine)
+        some = evenly(learned, own_games, seed), evenly(held_out, max(own_games // 10, 1), seed)
+        games_of = [EpisodeStates(make_env, of, seed, backbone) for of in some]
+        taught, played = [states.play() for states in games_of], [states.play(player) for states in games_of]
+        del player
+        sources = zip(taught, played, firsts, strict=True)
+        batches = [EpisodeBatches(tokenizer, of, rows + 1) for of in sources]
+        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
     settings = {"seed": seed, "games": games, "first_steps": first_steps, "steps": steps, "rows": rows, "rate": rate}
     write_model(
         f"compiler --world alfworld-frozen --engine {engine}",
@@ -133,7 +131,7 @@ def train_compiler(
         model=model.half(),
         processor=tokenizer,
         work=work,
-        names=(FIRST_STATES, STAGE, *OWN_STATES),
+        names=STAGES,
         settings=settings | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "engine": engine},
     )
 
@@ -165,9 +163,7 @@ def train_subgoal_compiler(
 
 def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
-    done = next(
-        (work / name for name in (*OWN_STATES[::-1], STAGE, FIRST_STATES) if stages.finished(work / name)), None
-    )
+    done = next((work / name for name in STAGES[::-1] if stages.finished(work / name)), None)
     model = LlamaForCausalLM.from_pretrained(done or base, dtype=torch.float32)
     return model if done else with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
 
