@@ -90,7 +90,7 @@ class CommandTeacher:
         """Return the function that lists the places that M names for a need."""
         goal, memory = request.goal, request.memory
         if self.entry == "right":
-            return partial(find_leads, self.reader, goal, memory, by_votes=False)  # an order that a student can learn
+            return partial(find_leads, self.reader, goal, memory)
         if self.entry == "random":
             return partial(find_random_lead, self.reader, goal, memory, seed=self.seed)
         return no_leads

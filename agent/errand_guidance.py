@@ -5,8 +5,8 @@ later views do not, so the Brief State begins with them (`env.notes_places`), or
 
     places: desk 1, shelf 2, ...                the first place of each kind
     unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen
-    mug: shelf 2, shelf                         where to look for a mug, best first: where one was seen, the place where
-                                                M's first entry of this scene found one, and a kind of place
+    mug: shelf 2, countertop, desk              where to look for a mug, best first: places where M's entries found one
+                                                in this scene or where one was seen, then kinds of places
     cabinet: cabinet 2                          where the first of two things was put
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
@@ -15,6 +15,7 @@ and `Errands.due` reads the state after them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,7 @@ from envs.household.errands import (
 from memory.entry import MemoryEntry
 
 HOLDING = "holding"
+MOST = 6  # places, and kinds of places, that are noted for a thing
 GO, OPEN = "go to ", "open "
 
 
@@ -169,8 +171,7 @@ class Errands:
         for thing in self._things():
             named = [lead for lead in self.leads(f"find {thing}", text) if lead.place in places]
             own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
-            kinds = [kind_of(lead.place) for lead in named] if self.by_kinds else []
-            notes.put_places(thing, [*own[:1], *kinds[:1]])  # more of them help little, and are hard to learn
+            notes.put_places(thing, [*own[:MOST], *self._kinds(named, places)[:MOST]])
 
     def _things(self) -> list[str]:
         """List the kinds of things to look for."""
@@ -276,6 +277,12 @@ class Errands:
             return None
         seen, not_seen = f"a {thing} was seen in {place}", f"no {thing} so far, and {place} is not searched"
         return Due(f"{GO}{place}", self._why_there(thing, place, seen if place in named else not_seen))
+
+    def _kinds(self, leads: Sequence[Lead], places: Sequence[str]) -> list[str]:
+        """List the kinds of places that leads name, those of which the scene has few first."""
+        kinds = dict.fromkeys(kind_of(lead.fact.place) for lead in leads) if self.by_kinds else ()
+        counts = Counter(map(kind_of, places))
+        return sorted((kind for kind in kinds if kind in counts), key=lambda kind: counts[kind])
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}

@@ -45,12 +45,7 @@ def answers(reader: CommandReader, memory: Sequence[MemoryEntry], need: str) -> 
 
 
 def find_leads(
-    reader: CommandReader,
-    goal: str,
-    memory: Sequence[MemoryEntry],
-    need: str,
-    known_places: str,
-    by_votes: bool = True,
+    reader: CommandReader, goal: str, memory: Sequence[MemoryEntry], need: str, known_places: str
 ) -> list[Lead]:
     """List the places where the need is met according to M, best first.
 
@@ -59,7 +54,6 @@ def find_leads(
 
     Args:
         known_places: a text that names this scene's places.
-        by_votes: False: all other places come in M's order, too.
     """
     here, elsewhere = list[Lead](), list[Lead]()
     for entry, fact in answers(reader, memory, need):
@@ -72,7 +66,7 @@ def find_leads(
     ]
     ranked = dict[str, Lead]()
     own = here if scene_of(goal) else _most_said(here)
-    for lead in (*own, *(_most_said(alike, at_least=2 if here else 1) if by_votes else alike)):
+    for lead in (*own, *_most_said(alike, at_least=2 if here else 1)):
         ranked.setdefault(lead.place, lead)
     return list(ranked.values())
 

@@ -285,13 +285,13 @@ def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None
     assert (arrived.guidance, arrived.reason) == ("pick up metal pot", "it began with pick up metal pot")
 
 
-def test_an_own_place_comes_first_and_a_kind_of_place_by_the_order_of_memory() -> None:
+def test_own_places_come_first_and_then_kinds_of_places_of_which_there_are_few() -> None:
     def found(scene: str, place: str) -> MemoryEntry:
         return remembered(scene, f"take mug 1 from {place}", "cool mug 1 with fridge 1", "move mug 1 to cabinet 4")
 
     elsewhere = (found("FloorPlan3", "cabinet 9"), found("FloorPlan4", "shelf 2"), found("FloorPlan5", "shelf 7"))
     own = found("FloorPlan1", "fridge 1")
-    for memory, noted in ((elsewhere, "cabinet"), ((*elsewhere, own), "fridge 1, fridge")):
+    for memory, noted in ((elsewhere, "shelf, cabinet"), ((*elsewhere, own), "fridge 1, fridge, shelf")):
         talk = Talk(*memory)
         talk.hear(ROOM)
         assert talk.state.belief("mug") == noted
