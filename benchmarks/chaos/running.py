@@ -44,8 +44,8 @@ class Tally:
 
 
 def undisturbed(names: Sequence[str], whole: Path) -> Iterator[tuple[str, float, Facts]]:
-    """Run each stage once without a kill, beginning with those whose results others read, and those that it must end
-    like; yield its name, seconds and facts."""
+    """Run each stage once without a kill, and so the stages whose results it reads or must equal; yield the name,
+    seconds and facts of each."""
     needed = {*names, *(STAGES[name].same_as for name in names), *(READ if set(names) - {"collect"} else ())}
     for name in STAGES:
         if name in needed:
@@ -56,12 +56,10 @@ def undisturbed(names: Sequence[str], whole: Path) -> Iterator[tuple[str, float,
             yield name, run.seconds, facts
 
 
-@contextlib.contextmanager
-def run_of(name: str, whole: Path, out: Path, rng: Random) -> Iterator[Run]:
-    """Yield a new run of a stage; end its processes afterwards."""
+def run_of(name: str, whole: Path, out: Path, rng: Random) -> contextlib.closing[Run]:
+    """Return a new run of a stage, as a context that ends its processes."""
     stage = STAGES[name]
-    with contextlib.closing(RayRun(stage, whole, out, rng) if stage.on_ray else Run(stage, whole, out)) as run:
-        yield run
+    return contextlib.closing(RayRun(stage, whole, out, rng) if stage.on_ray else Run(stage, whole, out))
 
 
 def torment(run: Run, moments: Sequence[float], limit_s: float, tally: Tally, name: str) -> Facts:

@@ -122,6 +122,21 @@ def test_exchanged_numbers_are_those_of_things_and_equal_in_a_whole_episode():
     assert len(seen) > 5 and ("1", "2", "9") in seen
 
 
+def test_a_memory_is_asked_for_what_it_knows_and_for_what_it_does_not_with_first_states_of_other_games():
+    did = ("take mug 1 from shelf 1", "move mug 1 to cabinet 1")
+    known = (MemoryEntry("", "", Provenance("", "FloorPlan2", "put a mug in cabinet", "train", True, did)),)
+    goals = [f"in FloorPlan{scene}: put a {thing} in cabinet" for scene in range(1, 21) for thing in ("mug", "pan")]
+    goals += ["in FloorPlan2: look at the mug under the desklamp"]
+    asked = [commands.FirstState.of(CompileRequest(goal, (), None, "a view")) for goal in goals]
+    drawn = commands.first_requests(known, asked, random.Random(0))
+    of = lambda scenes, thing: [
+        r for r in drawn if (r.goal[3:14] == "FloorPlan2:") == scenes and f" {thing} " in r.goal
+    ]
+    assert len(drawn) == commands.STATES and all(request.memory == known for request in drawn)
+    assert len(of(True, "mug")) >= 1 and len(of(True, "pan")) >= 1  # there is one of each
+    assert len(of(False, "mug")) >= 5 and len(of(False, "pan")) >= 2
+
+
 @dataclass
 class Mute:
     """A compiler that says nothing, and takes one note."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
@@ -105,20 +106,20 @@ def train_compiler(
     learned, held_out = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
-    asked = [FirstStates(make_env, of, seed, backbone) for of in (learned, held_out)]
+    parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
     if not stages.finished(work / FIRST_STATES):
-        batches = [EpisodeBatches(tokenizer, (first.states(FEW),), rows) for first in asked]
+        batches = [EpisodeBatches(tokenizer, (part.first_states(FEW),), rows) for part in parts]
         model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
-    firsts = [] if stages.finished(work / OWN_STATES) else [first.states(K) for first in asked]
+    firsts = [] if stages.finished(work / OWN_STATES) else [part.first_states(K) for part in parts]
     if not stages.finished(work / COMMANDS):
-        played = [EpisodeStates(make_env, evenly(of, GAMES, seed), seed, backbone).play() for of in (learned, held_out)]
+        played = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(played, firsts, strict=True)]
         model = _train(model, work, COMMANDS, seed, steps, batches, rate)
     if not stages.finished(work / OWN_STATES):
         save(work / "player", model, tokenizer)
         player = load_text_compiler(str(work / "player"), engine=engine)
         some = evenly(learned, own_games, seed), evenly(held_out, max(own_games // 10, 1), seed)
-        games_of = [EpisodeStates(make_env, of, seed, backbone) for of in some]
+        games_of = [replace(part, specs=of) for part, of in zip(parts, some, strict=True)]
         taught, played = [states.play() for states in games_of], [states.play(player) for states in games_of]
         del player
         sources = zip(taught, played, firsts, strict=True)
@@ -314,6 +315,41 @@ def _array(ids: Sequence[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstState:
+    """The first state of a game, and what its goal asks for."""
+
+    request: CompileRequest
+    kind: str  # of errand; "" where the goal is not read
+    scene: str
+    need: str
+
+    @classmethod
+    def of(cls, request: CompileRequest) -> FirstState:
+        errand = read_errand(request.goal)
+        kind, need = (errand.kind, f"find {errand.thing}") if errand else ("", "")
+        return cls(request, kind, scene_of(request.goal), need)
+
+
+def first_requests(
+    memory: Sequence[MemoryEntry], asked: Sequence[FirstState], rng: random.Random
+) -> list[CompileRequest]:
+    """Draw `STATES` first states to ask of M, most of them of its kinds of tasks (`ASKED`)."""
+    kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
+    scenes = {entry.provenance.scene for entry in memory}
+    needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
+    groups = dict[tuple[bool, bool], list[FirstState]]()
+    for first in asked:
+        if first.kind and first.kind in kinds:
+            groups.setdefault((first.scene in scenes, first.need in needs), []).append(first)
+    drawn = list[FirstState]()
+    for known, most in ASKED.items():
+        group = groups.get(known, [])
+        drawn += rng.sample(group, min(most, len(group)))
+    drawn += rng.sample(asked, min(STATES - len(drawn), len(asked)))
+    return [replace(first.request, memory=tuple(memory)) for first in drawn]
+
+
+@dataclass(frozen=True)
 class EpisodeStates:
     """Plays games for the states of their episodes, encoded."""
 
@@ -332,49 +368,24 @@ class EpisodeStates:
             for states in recorded_states(self.make_env, specs, self.seed, compiler, self.level)
         ]
 
-
-@dataclass(frozen=True, slots=True)
-class FirstStates:
-    """Collects the first states of many games behind the M of one, encoded as the states of an episode."""
-
-    make_env: Make
-    specs: Sequence[EpisodeSpec]
-    seed: int
-    backbone: Backbone
-
-    def states(self, k: int) -> list[EncodedEpisode]:
-        """Return 16 states behind the first k entries of every n-th game's M, with the teacher's emissions."""
-        asked = [states[0].request for states in recorded_states(self.make_env, self.specs, self.seed, steps=1)]
+    def first_states(self, k: int) -> list[EncodedEpisode]:
+        """Return 16 first states behind the first k entries of every n-th game's M, with the teacher's emissions: those
+        of an M are encoded as the states of an episode."""
         remembering = [spec for spec in self.specs if spec.memory]
         some = evenly(remembering, GAMES, self.seed)
-        return [self._behind(spec, k, asked) for spec in tqdm(some, "memories to ask", unit="memory")]
+        return [self._behind(spec, k) for spec in tqdm(some, "memories to ask", unit="memory")]
 
-    def _behind(self, spec: EpisodeSpec, k: int, asked: Sequence[CompileRequest]) -> EncodedEpisode:
-        rng, memory = random.Random(f"{self.seed} {spec.task.id} {k}"), spec.memory[:k]
-        requests = [replace(request, memory=memory) for request in first_requests(memory, asked, rng)]
+    @cached_property
+    def _firsts(self) -> list[FirstState]:
+        played = recorded_states(self.make_env, self.specs, self.seed, steps=1)
+        return [FirstState.of(states[0].request) for states in played]
+
+    def _behind(self, spec: EpisodeSpec, k: int) -> EncodedEpisode:
+        rng = random.Random(f"{self.seed} {spec.task.id} {k}")
+        requests = first_requests(spec.memory[:k], self._firsts, rng)
         said = CommandTeacher(reader=READER).compile(requests, [EpisodeContext(None)] * len(requests))
         states = [State(each, made.text) for each, made in zip(requests, said, strict=True)]
         return encode_episode(self.backbone, states)
-
-
-def first_requests(
-    memory: Sequence[MemoryEntry], asked: Sequence[CompileRequest], rng: random.Random
-) -> list[CompileRequest]:
-    """Draw `STATES` first states to ask of M, most of them of its kinds of tasks (`ASKED`)."""
-    kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
-    scenes = {entry.provenance.scene for entry in memory}
-    needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
-    groups = dict[tuple[bool, bool], list[CompileRequest]]()
-    for request in asked:
-        errand = read_errand(request.goal)
-        if errand is not None and errand.kind in kinds:
-            known = scene_of(request.goal) in scenes, f"find {errand.thing}" in needs
-            groups.setdefault(known, []).append(request)
-    drawn = list[CompileRequest]()
-    for known, most in ASKED.items():
-        group = groups.get(known, [])
-        drawn += rng.sample(group, min(most, len(group)))
-    return [*drawn, *rng.sample(list(asked), min(STATES - len(drawn), len(asked)))]
 
 
 class EpisodeBatches:
