@@ -99,13 +99,18 @@ def node_of(cluster: Any, pid: int) -> Any:
     return node
 
 
+def parent(pid: int) -> int:
+    """Return the parent of a process, or 0 if the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
 def below(pid: int, of: int) -> bool:
     """Return whether a process is another one, or descends from it."""
     while pid > 1:
         if pid == of:
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            return False
+        pid = parent(pid)
     return False

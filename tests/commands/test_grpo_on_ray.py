@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.ray_nodes import below, node_of, processes, ray_nodes
+from benchmarks.ray_nodes import node_of, parent, processes, ray_nodes
 from compiler import checkpoint
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
@@ -188,7 +188,7 @@ def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, 
 
     def kill_engine() -> None:
         [actor] = [row["pid"] for row in rows(out / RECORD) if (row["role"], row["event"]) == ("compiler", "ready")]
-        started = {pid: command for pid, command in processes("").items() if pid != actor and below(pid, actor)}
+        started = {pid: command for pid, command in processes("").items() if parent(pid) == actor}
         # vLLM names its process, but not where the environment moved in memory: then it is the one that was spawned.
         engines = [pid for pid, command in started.items() if "EngineCore" in command or "spawn_main" in command]
         assert len(engines) == 1, started
