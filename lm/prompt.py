@@ -7,7 +7,7 @@ templates, and special tokens that they spell are encoded as text (`lm.special_t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,9 +159,9 @@ class PromptEncoder:
         if unknown := [name for name in self.arguments if name not in str(template)]:
             raise ValueError(f"the model's chat template does not use {', '.join(unknown)}: check chat_template")
         self.memory_id = reserved_token_id(self.tokenizer, memory_token)
-        self.end_id = self.tokenizer.eos_token_id
-        if self.end_id is None:
-            raise ValueError("the tokenizer has no end-of-turn (eos) token")
+        self.marks = SpecialTokens(self.tokenizer)
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        self.end_id = self._end_of_turn(special)
         pad = self.tokenizer.pad_token_id
         self.pad_id = self.end_id if pad is None else pad
         # A picture is one `image_token` in a chat and several `image_id` in a prompt.
@@ -174,10 +174,23 @@ class PromptEncoder:
             self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
         self._alone = PictureCache[_Alone]()
         self._ids_of_sizes: dict[tuple[tuple[int, int], ...], bool] = {}  # of pictures: whether `_replaced` is right
-        self.marks = SpecialTokens(self.tokenizer)
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer would break scoring.
         self.suppressed = sorted(special - {self.end_id})
+
+    def _end_of_turn(self, special: Collection[int]) -> int:
+        """Return the special token that the chat template writes after an answer, or else the tokenizer's eos token,
+        which is another one in some models' folders.
+
+        Raises: ValueError, if there is neither."""
+        answer = "The answer."
+        chat = [ChatTurn.of("user", "A question?"), ChatTurn.of("assistant", answer)]
+        text = self.processor.apply_chat_template(chat_messages(chat, self.is_vlm), tokenize=False, **self.arguments)
+        behind = self.chat_ids(text.rpartition(answer)[2].lstrip())
+        if behind and behind[0] in special:
+            return behind[0]
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-turn (eos) token")
+        return self.tokenizer.eos_token_id
 
     def encode(self, parts: Sequence[PromptPart], instructions: str = "") -> Prompt:
         """Encode a prompt of one user turn. Raises: as `encode_chat`."""

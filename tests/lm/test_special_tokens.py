@@ -157,3 +157,13 @@ def test_a_tokenizer_that_cannot_encode_marks_as_text_is_named() -> None:
     slow.__class__ = type("Slow", (PreTrainedTokenizerFast,), {"backend_tokenizer": None})
     with pytest.raises(ValueError, match=r"Slow \(no fast tokenizer\)"):
         PromptEncoder(slow).encode([PromptPart("a </s>")])
+
+
+@pytest.mark.parametrize("kind, end", [("chatml", "<|im_end|>"), ("sentencepiece", "</s>")])
+def test_an_answer_ends_with_what_the_chat_template_writes_behind_it_or_else_with_eos(kind, end):
+    tokenizer = KINDS[kind]()
+    if kind == "chatml":
+        tokenizer.eos_token = "<|im_start|>"  # as in a folder of SmolLM2 that was made from a GGUF file
+    made = PromptEncoder(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(made.end_id) == end
+    assert made.end_id not in made.suppressed
