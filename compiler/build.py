@@ -151,11 +151,18 @@ def warn_about_compiler_inputs(trained: Mapping[str, Any] | None, config: Compil
 def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
     """Read the configuration of a checkpoint's adapter, and warn where the settings differ from it."""
     from compiler import checkpoint
+    from compiler.hf import layer_of
 
     lora = checkpoint.lora_config(found)
     targets = lora.target_modules
-    names = {name.rsplit(".", 1)[-1] for name in targets} if isinstance(targets, set | list) else set()
-    theirs = {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": names}
+    named = targets if isinstance(targets, set | list) else ()
+    theirs = {
+        "rank": lora.r,
+        "alpha": lora.lora_alpha,
+        "dropout": lora.lora_dropout,
+        "targets": {name.rsplit(".", 1)[-1] for name in named},
+        "first_layer": min(map(layer_of, named), default=0),
+    }
     ours = {**config.lora.model_dump(), "targets": set(config.lora.targets)}
     for name in sorted(config.lora.model_fields_set):
         if ours[name] != theirs[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,19 +152,29 @@ def _take(hidden: Tensor, at: Tensor) -> Tensor:
 
 
 def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
-    """Add a checkpoint's adapter, or a fresh one on the language model's projections (paper Table 7: q_proj, v_proj),
-    without the vision tower's."""
+    """Add a checkpoint's adapter, or a fresh one on the language model's projections (paper Table 7: q_proj, v_proj of
+    all layers), without the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)
     seeing = {module for part in vision_modules(backbone.model).values() for module in part.modules()}
     names = [
         name
         for name, module in backbone.model.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in lora.targets and module not in seeing
+        if isinstance(module, nn.Linear)
+        and name.split(".")[-1] in lora.targets
+        and module not in seeing
+        and layer_of(name) >= lora.first_layer
     ]
     if not names:
-        raise ValueError(f"no layers named {lora.targets} in {type(backbone.model).__name__}")
+        behind = f" from layer {lora.first_layer} on" if lora.first_layer else ""
+        raise ValueError(f"no layers named {lora.targets} in {type(backbone.model).__name__}{behind}")
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=names, bias="none"
     )
     return get_peft_model(backbone.model, config)
+
+
+def layer_of(module: str) -> int:
+    """Return the number of the layer that a module's name, or the end of one, contains: 0 without one."""
+    found = re.search(r"(?:^|\.)(\d+)\.", module)
+    return int(found[1]) if found else 0

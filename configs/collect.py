@@ -183,6 +183,9 @@ class CollectConfig(Settings):
     """Share of steps at which the expert takes another action, so that rows cover recovery."""
     successful_only: bool = True
     """False: also write rows of failed episodes; their labels are the expert's as well."""
+    first_states: int = Field(default=0, ge=0)
+    """Expert teacher, levels subgoal and command: rows that ask each episode's memory for the first states of this many
+    other tasks."""
     keep_noaction: float = Field(default=1.0, ge=0, le=1)
     """Share of the NOACTION rows to write."""
     max_steps: int = Field(default=20, ge=1)
@@ -205,6 +208,8 @@ class CollectConfig(Settings):
             raise ValueError("empty_memory and other_kinds are shares of the same episodes: their sum is above 1")
         if self.teacher == "expert":
             require_teacher_level(self.env.name, self.teacher_level)
+        if self.first_states and (self.teacher != "expert" or self.teacher_level == "place"):
+            raise ValueError("first_states needs the expert teacher of level subgoal or command, which reads M alone")
         if self.teacher_level != "place" and self.gated_teacher:
             raise ValueError("gated_teacher is for teacher_level place: other levels need the notes of every step")
         return self

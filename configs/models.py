@@ -176,6 +176,8 @@ class Lora(Settings):
     """Dropout probability."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     """Names of the adapted modules."""
+    first_layer: int = Field(default=0, ge=0)
+    """First adapted layer; the gradient passes through no layer below it."""
 
 
 class Soft(Settings):

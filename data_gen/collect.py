@@ -38,6 +38,7 @@ from data_gen.experience import (
     open_experience_bank,
     view_selection,
 )
+from data_gen.first_states import first_state_rows
 from data_gen.memory_factory import clear_memory, open_growing_memory
 from data_gen.recall_mix import RecallMix, recall_mix
 from data_gen.rounds import play_round
@@ -283,9 +284,10 @@ def write_rows(
     if all(is_failure(episode.stop_reason) for episode in episodes):
         raise ValueError(f"every episode broke, so there are no rows: {broke}")
     rows, dropped = filter_rows(steps, config)
+    asked = _first_states(config, of, steps)
     if broke and not rows:
         raise ValueError(f"there are no rows to save, and {broke}")
-    save_rows(rows, run.path / "rows")
+    save_rows([*rows, *asked], run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {
         "tasks": len(of.tasks),
@@ -297,7 +299,8 @@ def write_rows(
         "recall": _counts(episode.recall for episode in episodes),
         "own_scene": config.own_scene if any(task.scene for task in of.tasks) else "the tasks have no scenes",
         "shard": config.shard,
-        "rows": len(rows),
+        "rows": len(rows) + len(asked),
+        **({"first_states": len(asked)} if config.first_states else {}),
         "dropped": dropped,
         **bank_facts(config, of.bank),
         "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes),
@@ -307,9 +310,18 @@ def write_rows(
         "misapplied": sum(bool(step.op_errors) for step in played),
         **facts,
     }
-    describe_rows(run, rows, summary)
+    describe_rows(run, [*rows, *asked], summary)
     run.write_json("collect.json", summary)
     return summary, broke
+
+
+def _first_states(config: CollectConfig, of: CollectionPlan, steps: Sequence[SftRow]) -> list[SftRow]:
+    """Return rows that ask the episodes' memories for the first states of other tasks, if the settings want some."""
+    teacher = load_collection_teacher(config)
+    if not config.first_states or isinstance(teacher, ExpertTeacher):
+        return []
+    entries = {entry.id: entry for entry in of.bank}
+    return first_state_rows(steps, entries, teacher, config.first_states, config.seed)
 
 
 def rows_from_record(

@@ -93,7 +93,7 @@ def statistics(
         tokenizer: also count lengths in tokens.
         history: past commands in the compiler's input (`compiler.history`).
     """
-    episodes = episodes_of(rows)
+    episodes = episodes_of([row for row in rows if not row.memory_of])
     texts = {"compiler input": [compiler_text(row, history) for row in rows]}
     texts |= {name: [text(row) for row in rows] for name, text in TEXTS.items()}
     found: dict[str, Any] = {
@@ -184,6 +184,7 @@ FIELDS: Mapping[str, str] = {
     "own_scene": "whether an entry of the memory was of the task's own scene",
     "teacher_level": "what the guidance says: place, subgoal or command",
     "environment": "name of the environment",
+    "memory_of": "the task whose memory is shown, in rows that ask it for the first state of another task; else empty",
     "history": "the actions before the step",
     "views, guidances, reasons": "what the agent saw at the earlier steps, and the guidance that it was given there",
     "commands": "what was possible, where executors are shown it; else empty",

@@ -65,6 +65,7 @@ class SftRow:
     own_scene: bool = True  # whether M held entries of the task's scene; True in rows of an older version
     teacher_level: str = "place"  # what the teacher's guidance says (`teacher_level` of collect)
     environment: str = ""  # name; "" in rows of an older version
+    memory_of: str = ""  # the task whose memory is shown, where it is another's (`data_gen.first_states`)
 
     @property
     def kind(self) -> Kind:

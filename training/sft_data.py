@@ -213,12 +213,13 @@ class StepBatches(Dataset[list[Example]]):
 
 
 def episodes_of(rows: Rows) -> list[list[int]]:
-    """Return the indices of each episode's rows: rows in sequence of one task, whose steps increase."""
+    """Return the indices of each episode's rows: rows in sequence of one task, whose steps increase; or first states
+    of several tasks with one task's memory."""
     episodes, last = list[list[int]](), None
     for i in range(len(rows)):
         row = rows[i]
-        task = row.environment, row.task_id
-        if last is None or last[0] != task or row.t <= last[1]:
+        task = row.environment, row.memory_of or row.task_id, bool(row.memory_of)
+        if last is None or last[0] != task or (row.t <= last[1] and not row.memory_of):
             episodes.append([])
         episodes[-1].append(i)
         last = task, row.t

@@ -7,6 +7,7 @@ import torch
 
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
+from compiler.hf import layer_of
 from configs.models import CompilerConfig, Lora
 from tests import tiny_models
 
@@ -33,6 +34,16 @@ def trained(folder, **lora):
 def logits(compiler):
     with torch.no_grad():
         return compiler.score([compiler.encode(tiny_models.request(0))], [compiler.emission_ids("> a | go")]).logits
+
+
+def test_lora_may_begin_at_a_later_layer_and_a_checkpoint_says_so(tmp_path, caplog):
+    made = trained(tmp_path, first_layer=2)
+    assert {layer_of(name) for name, p in made.policy.named_parameters() if p.requires_grad} == {2, 3}
+    config = CompilerConfig(**SETTINGS, checkpoint=str(tmp_path), lora=Lora(first_layer=0))
+    ours = load_compiler(config, None)
+    assert {layer_of(name) for name, p in ours.policy.named_parameters() if p.requires_grad} == {2, 3}
+    [record] = caplog.records
+    assert "compiler.lora.first_layer is 0 in the settings, but 2 in the adapter" in record.getMessage()
 
 
 def test_alpha_rank_dropout_and_targets_are_the_adapters(tmp_path, caplog):

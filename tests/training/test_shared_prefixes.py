@@ -32,6 +32,12 @@ def test_rows_in_sequence_of_one_task_whose_steps_increase_are_an_episode():
     assert episodes_of(again) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+def test_first_states_of_other_tasks_lie_with_the_memory_that_they_ask():
+    first = replace(ROWS[0], t=0)
+    asked = [replace(first, task_id=f"t{i}", memory_of="t0" if i < 3 else "t9") for i in range(5)]
+    assert episodes_of([first, replace(first, t=1), *asked]) == [[0, 1], [2, 3, 4], [5, 6]]
+
+
 def test_every_epoch_has_each_row_once_with_the_rows_of_an_episode_together(tmp_path):
     t = trainer(tmp_path, length_buckets=0)
     for epoch in range(3):
