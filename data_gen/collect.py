@@ -47,7 +47,6 @@ from data_gen.tasks import select_isolated_tasks
 from envs.base import Environment, Task
 from envs.registry import Environments, command_reader_for, executor_instructions_for
 from executor.records import Executor, Grounding
-from memory.entry import MemoryEntry
 from memory.protocol import BankError, EntryStore, MemorySystem
 from runtime.attempts import ATTEMPTS, RetriedResults, failure_counts, failure_summary
 from runtime.errors import is_failure
@@ -275,7 +274,8 @@ def write_rows(
         ValueError: there are no rows.
     """
     listed = executor_instructions_for(config.env).lists_commands
-    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acting_role != "expert", listed)
+    entries = {entry.id: entry for entry in of.bank}
+    steps, episodes = rows_from_record(read_episodes(of.record), entries, config.acting_role != "expert", listed)
     steps = [replace(row, teacher_level=config.teacher_level, environment=config.env.name) for row in steps]
     if not of.brief_state:
         steps = [replace(row, state="") for row in steps]
@@ -284,10 +284,11 @@ def write_rows(
     if all(is_failure(episode.stop_reason) for episode in episodes):
         raise ValueError(f"every episode broke, so there are no rows: {broke}")
     rows, dropped = filter_rows(steps, config)
-    asked = _first_states(config, of, steps)
     if broke and not rows:
         raise ValueError(f"there are no rows to save, and {broke}")
-    save_rows([*rows, *asked], run.path / "rows")
+    asked = _first_states(config, steps, entries) if config.first_states else []
+    rows += asked
+    save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {
         "tasks": len(of.tasks),
@@ -299,7 +300,7 @@ def write_rows(
         "recall": _counts(episode.recall for episode in episodes),
         "own_scene": config.own_scene if any(task.scene for task in of.tasks) else "the tasks have no scenes",
         "shard": config.shard,
-        "rows": len(rows) + len(asked),
+        "rows": len(rows),
         **({"first_states": len(asked)} if config.first_states else {}),
         "dropped": dropped,
         **bank_facts(config, of.bank),
@@ -310,25 +311,22 @@ def write_rows(
         "misapplied": sum(bool(step.op_errors) for step in played),
         **facts,
     }
-    describe_rows(run, [*rows, *asked], summary)
+    describe_rows(run, rows, summary)
     run.write_json("collect.json", summary)
     return summary, broke
 
 
-def _first_states(config: CollectConfig, of: CollectionPlan, steps: Sequence[SftRow]) -> list[SftRow]:
-    """Return rows that ask the episodes' memories for the first states of other tasks, if the settings want some."""
+def _first_states(config: CollectConfig, steps: Sequence[SftRow], entries: EntryStore) -> list[SftRow]:
+    """Return rows that ask the episodes' memories for the first states of other tasks."""
     teacher = load_collection_teacher(config)
-    if not config.first_states or isinstance(teacher, ExpertTeacher):
-        return []
-    entries = {entry.id: entry for entry in of.bank}
+    assert isinstance(teacher, CommandTeacher)  # the settings refuse others
     return first_state_rows(steps, entries, teacher, config.first_states, config.seed)
 
 
 def rows_from_record(
-    episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool, commands: bool = False
+    episodes: Iterable[Episode], entries: EntryStore, own_label: bool, commands: bool = False
 ) -> tuple[list[SftRow], list[Episode]]:
     """Convert recorded episodes that did not break into rows; return the rows and all episodes without pictures."""
-    entries = {entry.id: entry for entry in bank}
     rows, played = [], []
     for episode in episodes:
         if not is_failure(episode.stop_reason):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from compiler.language import Kind
 from configs.load import read_yaml
 from configs.run_folder import RunFolder
-from data_gen.rows import SftRow, load_rows, row_folders, rows_to_dataset
+from data_gen.rows import SftRow, continues, load_rows, row_folders, rows_to_dataset
 from runtime.parsing import without_newlines
 from runtime.store import read_json
 
@@ -74,11 +74,11 @@ TEXTS: Mapping[str, Callable[[SftRow], str]] = {  # texts of a row, whose length
 
 
 def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
-    """Group rows by episode: in row order, another task or an earlier step begins a new episode."""
+    """Group rows by episode (`data_gen.rows.continues`)."""
     episodes: list[list[SftRow]] = []
     for row in rows:
         last = episodes[-1][-1] if episodes else None
-        if last is None or row.task_id != last.task_id or row.t <= last.t:
+        if last is None or not continues(row, last):
             episodes.append([])
         episodes[-1].append(row)
     return episodes

@@ -9,14 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from agent.command_teacher import CommandTeacher
+from agent.leads import of_scene
+from agent.recipe_guidance import words_of
 from agent.records import EpisodeContext, compile_request
-from compiler.records import CompileRequest
+from compiler.records import Compilation
 from data_gen.rows import SftRow
 from memory.entry import MemoryEntry
 from memory.protocol import EntryStore
@@ -38,37 +39,39 @@ def first_state_rows(
         entries: the bank's entries by id.
     """
     firsts = [row for row in rows if row.t == 0]
-    words = [_words(row.goal) for row in firsts]
+    requests = [compile_request(row.step_input()) for row in firsts]
+    words = [words_of(row.goal) for row in firsts]
     of_goals = Counter(word for some in words for word in some)
     rarity = {word: math.log(len(firsts) / n) for word, n in of_goals.items()}
     asked = list[SftRow]()
     for row in firsts:
-        memory = [entries[id] for id in row.memory_ids]
+        if not (memory := tuple(entries[id] for id in row.memory_ids)):
+            continue
         own = {row.task_id, *(entry.provenance.task_id for entry in memory)}
-        of_memory = set[str]().union(*(_words(f"{e.provenance.scene} {e.provenance.goal}") for e in memory))
+        of_memory = set[str]().union(*(words_of(f"{e.provenance.scene} {e.provenance.goal}") for e in memory))
         likeness = {
             i: sum(rarity[word] for word in of_memory & words[i])
             for i, other in enumerate(firsts)
-            if memory and other.task_id not in own
+            if other.task_id not in own
         }
         drawn = _draw(likeness, count, random.Random(f"{seed} {row.task_id} first states"))
-        asked += [_asked(firsts[i], row, memory, teacher) for i in drawn]
+        contexts = [EpisodeContext(None, firsts[i].task_id) for i in drawn]
+        said = teacher.compile([replace(requests[i], memory=memory) for i in drawn], contexts)
+        asked += [_row(firsts[i], row, memory, one, teacher.level) for i, one in zip(drawn, said, strict=True)]
     return asked
 
 
 def _draw(likeness: dict[int, float], count: int, rng: random.Random) -> list[int]:
-    """Draw indices, most of them of those that are most alike."""
+    """Draw indices: a share `RELATED` of them from those with the highest likeness, the others from all."""
     pool = heapq.nlargest(POOL * count, likeness, key=lambda i: (likeness[i], -i))
     related = rng.sample(pool, min(round(RELATED * count), len(pool)))
     rest = sorted(likeness.keys() - set(related))
     return related + rng.sample(rest, min(count - len(related), len(rest)))
 
 
-def _asked(first: SftRow, of: SftRow, memory: Sequence[MemoryEntry], teacher: CommandTeacher) -> SftRow:
-    """Return a first state with the memory of another row, and the teacher's emission."""
-    request: CompileRequest = replace(compile_request(first.step_input()), memory=tuple(memory))
-    [said] = teacher.compile([request], [EpisodeContext(None, first.task_id)])
-    commanded = said.emission.guidance if teacher.level == "command" else ""
+def _row(first: SftRow, of: SftRow, memory: Sequence[MemoryEntry], said: Compilation, level: str) -> SftRow:
+    """Return a first state with the memory of another row, and what the teacher said."""
+    commanded = said.emission.guidance if level == "command" else ""
     return replace(
         first,
         memory_ids=of.memory_ids,
@@ -76,10 +79,6 @@ def _asked(first: SftRow, of: SftRow, memory: Sequence[MemoryEntry], teacher: Co
         memory_images=of.memory_images,
         emission=said.text,
         action=commanded or first.action,
-        own_scene=any(entry.provenance.scene and entry.provenance.scene in _words(first.goal) for entry in memory),
+        own_scene=any(bool(e.provenance.scene) and of_scene(first.goal, e) for e in memory),
         memory_of=of.task_id,
     )
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text))

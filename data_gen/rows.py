@@ -145,6 +145,13 @@ def episode_rows(episode: Episode, entries: EntryStore, commands: bool = False) 
     return rows
 
 
+def continues(row: SftRow, last: SftRow) -> bool:
+    """Return whether a row is of the same episode as the row before it: a later step of the task, or another first
+    state with the same task's memory."""
+    key = lambda of: (of.environment, of.memory_of or of.task_id, bool(of.memory_of))
+    return key(row) == key(last) and (row.t > last.t or bool(row.memory_of))
+
+
 def without_brief_state(row: SftRow) -> SftRow:
     """Convert a row for a compiler without Brief State, which reads previous actions instead of b_t.
 

@@ -25,6 +25,7 @@ from data_gen.leakage import check_rows, rows_by_environment
 from data_gen.rows import (
     SftRow,
     SftRowDataset,
+    continues,
     row_folders,
     split_row_indices,
     without_brief_state,
@@ -218,11 +219,10 @@ def episodes_of(rows: Rows) -> list[list[int]]:
     episodes, last = list[list[int]](), None
     for i in range(len(rows)):
         row = rows[i]
-        task = row.environment, row.memory_of or row.task_id, bool(row.memory_of)
-        if last is None or last[0] != task or (row.t <= last[1] and not row.memory_of):
+        if last is None or not continues(row, last):
             episodes.append([])
         episodes[-1].append(i)
-        last = task, row.t
+        last = row
     return episodes
 
 

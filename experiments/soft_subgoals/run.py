@@ -54,12 +54,12 @@ def reworded_rows(collection: Path, out: Path) -> None:
     """Write the rows of a collection with the guidance of level `subgoal`, unless they are there."""
     if (out / "rows" / "dataset_info.json").exists():
         return
-    bank = MemoryBank(collection / "bank")
-    entries, teacher = {entry.id: entry for entry in bank}, CommandTeacher("subgoal", reader=READER)
+    entries = {entry.id: entry for entry in MemoryBank(collection / "bank")}
+    teacher = CommandTeacher("subgoal", reader=READER)
     episodes = list(read_episodes(collection / "episodes.jsonl"))
     for episode in episodes:
         reword(episode, entries, teacher)
-    rows = rows_from_record(episodes, bank, own_label=False, commands=True)[0]
+    rows = rows_from_record(episodes, entries, own_label=False, commands=True)[0]
     kept = (row for row in rows if row.success)
     save_rows([replace(row, teacher_level="subgoal", environment="alfworld") for row in kept], out / "rows")
     for name in ("manifest.json", "collect.json", "leakage.json"):  # which tasks and memory the rows come from

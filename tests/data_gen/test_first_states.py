@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agent.leads import scene_of
 from compiler.language import parse
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
@@ -28,6 +29,7 @@ def test_each_memory_is_asked_for_the_first_states_of_other_tasks_and_the_teache
         assert row.t == 0 and (row.goal, row.state, row.observation) == (first.goal, first.state, first.observation)
         assert row.memory_ids == memories[row.memory_of] and row.task_id != row.memory_of
         assert row.task_id not in {bank[id].provenance.task_id for id in row.memory_ids}
+        assert row.own_scene == any(bank[id].provenance.scene == scene_of(row.goal) for id in row.memory_ids)
         assert row.memory_texts == tuple(bank[id].text for id in row.memory_ids)
         said = parse(row.emission)
         assert said.error is None and row.action == (said.emission.guidance or first.action)
