@@ -5,8 +5,9 @@ later views do not, so the Brief State begins with them (`env.notes_places`), or
 
     places: desk 1, shelf 2, ...                the first place of each kind
     unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen
-    mug: shelf 2, countertop, desk              where to look for a mug, best first: places where M's entries found one
-                                                in this scene or where one was seen, then kinds of places
+    mug: shelf 2, countertop, desk              where to look for a mug: places where one was seen or, by M's entries of
+                                                this scene, was found; without such entries the kinds of places where
+                                                other scenes had one, in the order of `unsearched`
     cabinet: cabinet 2                          where the first of two things was put
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
@@ -15,7 +16,6 @@ and `Errands.due` reads the state after them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -171,7 +171,7 @@ class Errands:
         for thing in self._things():
             named = [lead for lead in self.leads(f"find {thing}", text) if lead.place in places]
             own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
-            notes.put_places(thing, [*own[:MOST], *self._kinds(named, places)[:MOST]])
+            notes.put_places(thing, own[:MOST] or self._kinds(named, notes.places(UNSEARCHED))[:MOST])
 
     def _things(self) -> list[str]:
         """List the kinds of things to look for."""
@@ -216,9 +216,6 @@ class Errands:
                 notes.put_places(name, [place] * count + [other for other in listed if other != place])
             notes.drop(name, place, times=listed.count(place) - count)
         notes.drop(UNSEARCHED, place)
-        if kind_of(place) not in map(kind_of, notes.places(UNSEARCHED)):
-            for name in self._things():
-                notes.drop(name, kind_of(place))
 
     def _delivered(self, state: BriefState) -> str:
         """Return the place that received the first of two things; "" if none did."""
@@ -271,18 +268,18 @@ class Errands:
         if unknown or (here in named and last.view.things is None):
             unknown = unknown or [here]
             return Due(f"examine {unknown[0]}", f"what is in {unknown[0]} is not known")
-        of_kinds = [place for kind in to_look for place in unsearched if kind_of(place) == kind]
+        of_kinds = [place for place in unsearched if kind_of(place) in to_look]
         place = next((place for place in (*named, *of_kinds, *unsearched) if place != here), "")
         if not place:
             return None
-        seen, not_seen = f"a {thing} was seen in {place}", f"no {thing} so far, and {place} is not searched"
-        return Due(f"{GO}{place}", self._why_there(thing, place, seen if place in named else not_seen))
+        if place in of_kinds or place in named:
+            return Due(f"{GO}{place}", self._why_there(thing, place))
+        return Due(f"{GO}{place}", f"no {thing} so far, and {place} is not searched")
 
-    def _kinds(self, leads: Sequence[Lead], places: Sequence[str]) -> list[str]:
-        """List the kinds of places that leads name, those of which the scene has few first."""
-        kinds = dict.fromkeys(kind_of(lead.fact.place) for lead in leads) if self.by_kinds else ()
-        counts = Counter(map(kind_of, places))
-        return sorted((kind for kind in kinds if kind in counts), key=lambda kind: counts[kind])
+    def _kinds(self, leads: Sequence[Lead], unsearched: Sequence[str]) -> list[str]:
+        """List the kinds of places that leads name, in the order of the places that were not searched."""
+        kinds = {kind_of(lead.fact.place) for lead in leads} if self.by_kinds else set[str]()
+        return [kind for kind in dict.fromkeys(map(kind_of, unsearched)) if kind in kinds]
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}
@@ -328,11 +325,10 @@ class Errands:
                 return f"{scene}{before}{steps[at].words}"
         return ""
 
-    def _why_there(self, thing: str, place: str, otherwise: str) -> str:
-        """Cite the entry that found the thing in such a place."""
-        leads = self.leads(f"find {thing}", place)
-        lead = next((lead for lead in leads if lead.place == place), None)
-        return location(lead.scene, thing, lead.fact.place) if lead else otherwise
+    def _why_there(self, thing: str, place: str) -> str:
+        """Cite the entry that found the thing in such a place, or say that it was seen there."""
+        lead = next((lead for lead in self.leads(f"find {thing}", place) if lead.place == place), None)
+        return location(lead.scene, thing, lead.fact.place) if lead else f"a {thing} was seen in {place}"
 
 
 def _without_one(places: Sequence[str], place: str) -> list[str]:

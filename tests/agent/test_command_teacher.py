@@ -82,7 +82,7 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert talk.state.belief("unsearched") == "countertop 1, fridge 1, shelf 1, cabinet 2, cabinet 1"  # few first
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
     assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
-    assert lacks.ops == (Delete("unsearched", "shelf 1"), Delete("mug", "shelf"))  # it was the only shelf
+    assert lacks.ops == (Delete("unsearched", "shelf 1"),)
     seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
     assert seen.guidance == "take mug 2 from countertop 1" and "mug 2 is in view" in seen.reason
     taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
@@ -285,13 +285,13 @@ def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None
     assert (arrived.guidance, arrived.reason) == ("pick up metal pot", "it began with pick up metal pot")
 
 
-def test_own_places_come_first_and_then_kinds_of_places_of_which_there_are_few() -> None:
+def test_own_places_are_noted_or_else_kinds_of_places_of_which_there_are_few_first() -> None:
     def found(scene: str, place: str) -> MemoryEntry:
         return remembered(scene, f"take mug 1 from {place}", "cool mug 1 with fridge 1", "move mug 1 to cabinet 4")
 
     elsewhere = (found("FloorPlan3", "cabinet 9"), found("FloorPlan4", "shelf 2"), found("FloorPlan5", "shelf 7"))
     own = found("FloorPlan1", "fridge 1")
-    for memory, noted in ((elsewhere, "shelf, cabinet"), ((*elsewhere, own), "fridge 1, fridge, shelf")):
+    for memory, noted in ((elsewhere, "shelf, cabinet"), ((*elsewhere, own), "fridge 1")):
         talk = Talk(*memory)
         talk.hear(ROOM)
         assert talk.state.belief("mug") == noted
