@@ -9,6 +9,8 @@ later views do not, so the Brief State begins with them (`env.notes_places`), or
                                                 this scene, was found; without such entries the kinds of places where
                                                 other scenes had one, in the order of `unsearched`
     cabinet: cabinet 2                          where the first of two things was put
+    example: FloorPlan3                         the scene of M's first successful episode of this kind of errand, whose
+                                                routine is followed; "none" without one
 
 A past command counts as done if its answer does not refuse it. All functions are pure: `note` gives operations on b_t,
 and `Errands.due` reads the state after them.
@@ -40,7 +42,8 @@ from envs.household.errands import (
 )
 from memory.entry import MemoryEntry
 
-HOLDING = "holding"
+HOLDING, EXAMPLE = "holding", "example"
+NONE, NAMELESS = "none", "an episode"  # examples: there is none, or its scene has no name
 MOST = 6  # places, and kinds of places, that are noted for a thing
 GO, OPEN = "go to ", "open "
 
@@ -147,6 +150,7 @@ class Errands:
             notes.do(Create(PLAN, "; ".join(self._plan(notes.state))))
         if (places := listed_places(last.text)) and not last.command:
             self._list(notes, last.text, places)
+        self._note_example(notes)
         if last.command and not last.refused:
             self._note_done(notes, last.command)
         elif last.command:
@@ -172,6 +176,12 @@ class Errands:
             named = [lead for lead in self.leads(f"find {thing}", text) if lead.place in places]
             own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
             notes.put_places(thing, own[:MOST] or self._kinds(named, notes.places(UNSEARCHED))[:MOST])
+
+    def _note_example(self, notes: Notes) -> None:
+        """Note the first example, unless one is noted."""
+        scenes = [entry.provenance.scene or NAMELESS for entry, _ in self._routines()]
+        if notes.state.belief(EXAMPLE) not in (scenes or [NONE]):
+            notes.put(EXAMPLE, next(iter(scenes), NONE))
 
     def _things(self) -> list[str]:
         """List the kinds of things to look for."""
@@ -229,13 +239,13 @@ class Errands:
     def due(self, notes: Notes, last: Answered) -> Due | None:
         """Return the command that is due and why; None where M supports none."""
         verb, _, rest = notes.state.current.partition(" ")
-        cited = self._cited({"find": "take"}.get(verb, verb))
+        cited = self._cited(notes.state.belief(EXAMPLE) or NONE, {"find": "take"}.get(verb, verb))
         if not cited:
             return None
         holding = notes.state.belief(HOLDING) or ""
         match verb:
             case "find":
-                return self._find(notes, last, rest, holding, cited)
+                return self._find(notes, last, rest, holding)
             case "put":
                 return self._put(notes, last, holding, cited)
             case "use":
@@ -250,12 +260,12 @@ class Errands:
         )
         return [f"{lamp} 1"] if seen and last.here and not last.view.closed and not last.refused else []
 
-    def _find(self, notes: Notes, last: Answered, thing: str, holding: str, cited: str) -> Due | None:
+    def _find(self, notes: Notes, last: Answered, thing: str, holding: str) -> Due | None:
         if holding and last.here and not last.view.closed and not (last.refused and PUT.fullmatch(last.command)):
             return Due(self._put_command(holding, last.here), f"to take a {thing}, the hands must be free")
         found = last.view.of_kind(thing)
         if found and last.here != self._delivered(notes.state):
-            return Due(f"take {found[0]} from {last.here}", f"{found[0]} is in view; {cited}")
+            return Due(f"take {found[0]} from {last.here}", f"{found[0]} is in view")
         return self._seek(notes, last, thing)
 
     def _seek(self, notes: Notes, last: Answered, thing: str) -> Due | None:
@@ -272,9 +282,11 @@ class Errands:
         place = next((place for place in (*named, *of_kinds, *unsearched) if place != here), "")
         if not place:
             return None
-        if place in of_kinds or place in named:
+        if place in named:
             return Due(f"{GO}{place}", self._why_there(thing, place))
-        return Due(f"{GO}{place}", f"no {thing} so far, and {place} is not searched")
+        kind = kind_of(place)
+        elsewhere, not_seen = f"elsewhere the {thing} was in {kind}", f"no {thing} so far, and {place} is not searched"
+        return Due(f"{GO}{place}", elsewhere if kind in to_look else not_seen)
 
     def _kinds(self, leads: Sequence[Lead], unsearched: Sequence[str]) -> list[str]:
         """List the kinds of places that leads name, in the order of the places that were not searched."""
@@ -283,20 +295,21 @@ class Errands:
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}
-        places = [place for place in notes.places(PLACES) if kind_of(place) in used]
-        if not holding or not places:
+        if not holding:
             return None
-        if here := [place for place in (last.here, *last.view.facing) if place in places]:
+        if here := [place for place in (last.here, *last.view.facing) if kind_of(place) in used]:
             return Due(f"{verb} {holding} with {here[0]}", cited)
-        return Due(f"{GO}{places[0]}", cited)
+        place = next((place for place in notes.places(PLACES) if kind_of(place) in used), "")
+        return Due(f"{GO}{place}", cited) if place else None
 
     def _put(self, notes: Notes, last: Answered, holding: str, cited: str) -> Due | None:
-        target, here = self.errand.target, last.here
-        places = notes.places(target) or [place for place in notes.places(PLACES) if kind_of(place) == target]
-        if unknown := [place for place in last.unseen if place in places]:
-            return Due(f"examine {unknown[0]}", f"whether {unknown[0]} is open is not known")
-        if here not in places:
-            return Due(f"{GO}{places[0]}", cited) if holding and places else None
+        target, here, noted = self.errand.target, last.here, notes.places(self.errand.target)
+        fits = lambda place: place in noted if noted else kind_of(place) == target
+        if unknown := next(filter(fits, last.unseen), ""):
+            return Due(f"examine {unknown}", f"whether {unknown} is open is not known")
+        if not fits(here):
+            place = next(filter(fits, noted or notes.places(PLACES)), "")
+            return Due(f"{GO}{place}", cited) if holding and place else None
         if last.view.closed or (last.refused and PUT.fullmatch(last.command)):
             return Due(f"{OPEN}{here}", f"{here} is closed")
         return Due(self._put_command(holding, here), cited) if holding else None
@@ -315,20 +328,20 @@ class Errands:
         routines = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
         return [(entry, steps) for entry, steps in routines if kind_of_episode(steps) == self.errand.kind]
 
-    def _cited(self, verb: str) -> str:
-        """Say what the first entry that shows such a step did before and then; "" if none shows one."""
-        for entry, steps in self._routines():
-            at = next((i for i, step in enumerate(steps) if step.verb == verb), None)
-            if at is not None:
-                scene = f"in {entry.provenance.scene} " if entry.provenance.scene else ""
-                before = f"after {steps[at - 1].words} came " if at else "first came "
-                return f"{scene}{before}{steps[at].words}"
-        return ""
+    def _cited(self, example: str, verb: str) -> str:
+        """Say what the example did before such a step; "" if it shows none."""
+        of_example = (steps for entry, steps in self._routines() if (entry.provenance.scene or NAMELESS) == example)
+        verbs = [step.verb for step in next(of_example, ())]
+        if verb not in verbs:
+            return ""
+        at = verbs.index(verb)
+        return f"in {example} {f'after {verbs[at - 1]}' if at else 'first'} came {verb}"
 
     def _why_there(self, thing: str, place: str) -> str:
-        """Cite the entry that found the thing in such a place, or say that it was seen there."""
-        lead = next((lead for lead in self.leads(f"find {thing}", place) if lead.place == place), None)
-        return location(lead.scene, thing, lead.fact.place) if lead else f"a {thing} was seen in {place}"
+        """Cite the entry of this scene that found the thing there, or say that it was seen there."""
+        leads = self.leads(f"find {thing}", place)
+        lead = next((lead for lead in leads if lead.fact.place == place and lead.scene == self.scene), None)
+        return location(lead.scene, thing, place) if lead else f"a {thing} was seen in {place}"
 
 
 def _without_one(places: Sequence[str], place: str) -> list[str]:
