@@ -48,7 +48,8 @@ class CommandTeacher:
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         """Write one emission per request, in order."""
         emissions = [self.emission(r, context.task_id) for r, context in zip(requests, contexts, strict=True)]
-        return [Compilation(render(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
+        texts = (render(e, guidance_last=True) for e in emissions)  # what is due follows from the notes
+        return [Compilation(*of, request=r) for *of, r in zip(texts, emissions, requests, strict=True)]
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
         """Explain why each episode succeeded, or return how it stopped."""

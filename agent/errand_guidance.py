@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from agent.leads import Lead
 from agent.records import is_refusal
 from compiler.brief_state import BETWEEN, MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
-from envs.household.command_reader import PUT, TAKE, TREAT, location
+from envs.household.command_reader import PUT, TAKE, TREAT
 from envs.household.errands import (
     LOOK,
     PLACES,
@@ -216,16 +216,18 @@ class Errands:
             notes.drop(key, place, times=len(notes.places(key)))
 
     def _note_seen(self, notes: Notes, place: str, view: View) -> None:
-        """Add the place to the lists of things that are there, remove it from others, and from those not searched."""
+        """Remove the place from those not searched and from the lists of things that are not there; add it to those of
+        things that are there, except of a single one that is taken now."""
+        notes.drop(UNSEARCHED, place)
         for name in self._things():
             listed, there = notes.places(name), len(view.of_kind(name))
             if place == self._delivered(notes.state):
                 there = 0
             count = min(there, self.errand.count)
-            if count > listed.count(place):
+            taken_now = self.errand.count == 1 and notes.state.current == f"find {name}"
+            if count > listed.count(place) and not taken_now:
                 notes.put_places(name, [place] * count + [other for other in listed if other != place])
             notes.drop(name, place, times=listed.count(place) - count)
-        notes.drop(UNSEARCHED, place)
 
     def _delivered(self, state: BriefState) -> str:
         """Return the place that received the first of two things; "" if none did."""
@@ -262,10 +264,10 @@ class Errands:
 
     def _find(self, notes: Notes, last: Answered, thing: str, holding: str) -> Due | None:
         if holding and last.here and not last.view.closed and not (last.refused and PUT.fullmatch(last.command)):
-            return Due(self._put_command(holding, last.here), f"to take a {thing}, the hands must be free")
+            return Due(self._put_command(holding, last.here), f"hands must be free for the {thing}")
         found = last.view.of_kind(thing)
         if found and last.here != self._delivered(notes.state):
-            return Due(f"take {found[0]} from {last.here}", f"{found[0]} is in view")
+            return Due(f"take {found[0]} from {last.here}", f"the {found[0]} is in view")
         return self._seek(notes, last, thing)
 
     def _seek(self, notes: Notes, last: Answered, thing: str) -> Due | None:
@@ -273,7 +275,7 @@ class Errands:
         to_look, unsearched, here = notes.places(thing), notes.places(UNSEARCHED), last.here
         named = [name for name in to_look if kind_of(name) != name]  # the others are kinds of places
         if here in (*named, *unsearched) and last.view.closed:
-            return Due(f"{OPEN}{here}", f"{here} is closed")
+            return Due(f"{OPEN}{here}", "it is closed")
         unknown = [place for place in last.unseen if place in (*named, *unsearched)]
         if unknown or (here in named and last.view.things is None):
             unknown = unknown or [here]
@@ -285,7 +287,7 @@ class Errands:
         if place in named:
             return Due(f"{GO}{place}", self._why_there(thing, place))
         kind = kind_of(place)
-        elsewhere, not_seen = f"elsewhere the {thing} was in {kind}", f"no {thing} so far, and {place} is not searched"
+        elsewhere, not_seen = f"the {thing} was in {kind} elsewhere", f"the {thing} was not seen so far"
         return Due(f"{GO}{place}", elsewhere if kind in to_look else not_seen)
 
     def _kinds(self, leads: Sequence[Lead], unsearched: Sequence[str]) -> list[str]:
@@ -311,7 +313,7 @@ class Errands:
             place = next(filter(fits, noted or notes.places(PLACES)), "")
             return Due(f"{GO}{place}", cited) if holding and place else None
         if last.view.closed or (last.refused and PUT.fullmatch(last.command)):
-            return Due(f"{OPEN}{here}", f"{here} is closed")
+            return Due(f"{OPEN}{here}", "it is closed")
         return Due(self._put_command(holding, here), cited) if holding else None
 
     def _put_command(self, thing: str, place: str) -> str:
@@ -341,7 +343,8 @@ class Errands:
         """Cite the entry of this scene that found the thing there, or say that it was seen there."""
         leads = self.leads(f"find {thing}", place)
         lead = next((lead for lead in leads if lead.fact.place == place and lead.scene == self.scene), None)
-        return location(lead.scene, thing, place) if lead else f"a {thing} was seen in {place}"
+        here = f" in {lead.scene}" if lead and lead.scene else ""
+        return f"the {thing} was in {place}{here}" if lead else f"the {thing} was seen in {place}"
 
 
 def _without_one(places: Sequence[str], place: str) -> list[str]:

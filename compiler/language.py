@@ -9,9 +9,10 @@
     .                                        nothing (NOACTION)
 
 The reason precedes the guidance, since a small compiler copies a fact from memory most easily right after the words
-that it shares with the entry. An emission has at most one guidance line, which comes first, and any number of
-operations. Its kind is EXPERIENCE (guidance only), BRIEF (operations only), HYBRID (both) or NOACTION (neither).
-Separators inside a field (`|` in guidance and reason, `:` in a key) are escaped by a backslash.
+that it shares with the entry. An emission has at most one guidance line, which comes first or last, and any number of
+operations; where it comes last, it can follow from what the operations note. Its kind is EXPERIENCE (guidance only),
+BRIEF (operations only), HYBRID (both) or NOACTION (neither). Separators inside a field (`|` in guidance and reason, `:`
+in a key) are escaped by a backslash.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ParseError(StrEnum):
     EMPTY = "empty"
     UNKNOWN_LINE = "unknown_line"
     TWO_GUIDANCES = "two_guidances"
-    GUIDANCE_NOT_FIRST = "guidance_not_first"
+    GUIDANCE_BETWEEN = "guidance_between"  # neither first nor last
     EMPTY_FIELD = "empty_field"
     MISSING_VALUE = "missing_value"
     TOO_MANY_FIELDS = "too_many_fields"
@@ -81,14 +82,14 @@ class ParseResult:
     error: ParseError | None = None
 
 
-def render(emission: Emission) -> str:
-    """Write an emission as text."""
-    lines: list[str] = []
-    if emission.guidance:
-        reason = f"{escape(emission.reason, '|')} | " if emission.reason else ""
-        lines.append(f"{GUIDE} {reason}{escape(emission.guidance, '|')}")
-    lines += [_render_op(op) for op in emission.ops]
-    return "\n".join(lines) or NOTHING
+def render(emission: Emission, guidance_last: bool = False) -> str:
+    """Write an emission as text, the guidance before or behind the operations."""
+    ops = [_render_op(op) for op in emission.ops]
+    if not emission.guidance:
+        return "\n".join(ops) or NOTHING
+    reason = f"{escape(emission.reason, '|')} | " if emission.reason else ""
+    guidance = f"{GUIDE} {reason}{escape(emission.guidance, '|')}"
+    return "\n".join([*ops, guidance] if guidance_last else [guidance, *ops])
 
 
 def parse(text: str) -> ParseResult:
@@ -105,8 +106,8 @@ def parse(text: str) -> ParseResult:
         if sigil == GUIDE:
             if guidance:
                 return _failed(ParseError.TWO_GUIDANCES)
-            if i > 0:
-                return _failed(ParseError.GUIDANCE_NOT_FIRST)
+            if 0 < i < len(lines) - 1:
+                return _failed(ParseError.GUIDANCE_BETWEEN)
             fields = [one_line(unescape(part)) for part in split_unescaped(body, "|")]
             if not 1 <= len(fields) <= 2 or not fields[-1]:
                 return _failed(ParseError.EMPTY_FIELD if len(fields) <= 2 else ParseError.TOO_MANY_FIELDS)

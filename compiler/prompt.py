@@ -23,7 +23,7 @@ Instructions: TypeAlias = str | Mapping[str, str]
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
 episodes taught), its current state and its current view. Decide what the acting agent needs now, and write:
-{GUIDE} reason | guidance        at most once and first: why it applies now, and what to do next
+{GUIDE} reason | guidance        at most once, first or last: why it applies now, and what to do next
 {CREATE} key: value              note a new fact (key `plan`: the subgoals, separated by ;)
 {UPDATE} key: value              correct a fact
 {DELETE} key                     drop a fact that no longer holds

@@ -75,17 +75,17 @@ class Talk:
 def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     talk = Talk(COOLED)
     first = talk.hear(ROOM)
-    assert (first.guidance, first.reason) == ("go to shelf 1", "elsewhere the mug was in shelf")
+    assert (first.guidance, first.reason) == ("go to shelf 1", "the mug was in shelf elsewhere")
     assert talk.state.current == "find mug" and talk.state.pending == ("cool mug", "put mug in cabinet")
     assert talk.state.belief("mug") == "shelf"  # the kind of place where M's entry found one
     assert talk.state.belief("example") == "FloorPlan2"  # whose routine is followed
     assert talk.state.belief("places") == "cabinet 2, countertop 1, fridge 1, shelf 1"  # the first of each kind
     assert talk.state.belief("unsearched") == "countertop 1, fridge 1, shelf 1, cabinet 2, cabinet 1"  # few first
     lacks = talk.hear("You arrive at shelf 1. On the shelf 1, you see nothing.", "go to shelf 1")
-    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "no mug so far, and countertop 1 is not searched")
+    assert (lacks.guidance, lacks.reason) == ("go to countertop 1", "the mug was not seen so far")
     assert lacks.ops == (Delete("unsearched", "shelf 1"),)
     seen = talk.hear("You arrive at countertop 1. On the countertop 1, you see a mug 2.", "go to countertop 1")
-    assert seen.guidance == "take mug 2 from countertop 1" and seen.reason == "mug 2 is in view"
+    assert seen.guidance == "take mug 2 from countertop 1" and seen.reason == "the mug 2 is in view"
     taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
     assert taken.guidance == "go to fridge 1"
     assert taken.reason == "in FloorPlan2 after take came cool"
@@ -93,10 +93,16 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert there.guidance == "cool mug 2 with fridge 1"
     assert talk.hear("You cool the mug 2 using the fridge 1.", "cool mug 2 with fridge 1").guidance == "go to cabinet 2"
     closed = talk.hear("You arrive at cabinet 2. The cabinet 2 is closed.", "go to cabinet 2")
-    assert (closed.guidance, closed.reason) == ("open cabinet 2", "cabinet 2 is closed")
+    assert (closed.guidance, closed.reason) == ("open cabinet 2", "it is closed")
     opened = talk.hear("You open the cabinet 2. The cabinet 2 is open. In it, you see nothing.", "open cabinet 2")
     assert opened.guidance == "move mug 2 to cabinet 2"
     assert talk.state.completed == ("take mug 2 from countertop 1", "cool mug 2 with fridge 1")
+
+
+def test_what_is_due_comes_behind_the_notes_it_follows_from() -> None:
+    asked = CompileRequest(GOAL, (COOLED,), BriefState(GOAL), ROOM)
+    lines = TEACHER.compile([asked], [EpisodeContext(None)])[0].text.splitlines()
+    assert lines[0].startswith("+ plan: find mug") and lines[-1] == "> the mug was in shelf elsewhere | go to shelf 1"
 
 
 def test_places_that_the_brief_state_begins_with_are_not_noted_again() -> None:
@@ -308,10 +314,10 @@ def test_own_places_are_noted_or_else_kinds_of_places_of_which_there_are_few_fir
 
 def test_controls_name_no_places_or_those_of_random_entries() -> None:
     blind = Talk(COOLED, teacher=replace(TEACHER, entry="none"))
-    assert blind.hear(ROOM).reason == "no mug so far, and countertop 1 is not searched"
+    assert blind.hear(ROOM).reason == "the mug was not seen so far"
     pen = remembered("FloorPlan3", "take pen 1 from cabinet 1", "cool pen 1 with fridge 1", "move pen 1 to shelf 1")
     wrong = Talk(pen, teacher=replace(TEACHER, entry="random")).hear(ROOM)
-    assert (wrong.guidance, wrong.reason) == ("go to cabinet 2", "in FloorPlan1 the mug was in cabinet 2")
+    assert (wrong.guidance, wrong.reason) == ("go to cabinet 2", "the mug was in cabinet 2 in FloorPlan1")
 
 
 def test_a_level_that_cannot_be_read_is_refused_by_name() -> None:

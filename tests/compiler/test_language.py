@@ -43,6 +43,7 @@ states = st.builds(
 
 @given(emissions)
 def test_parse_inverts_render(emission):
+    assert parse(render(emission, guidance_last=True)) == parse(render(emission))
     parsed = parse(render(emission))
     assert parsed.error is None
     assert parsed.emission == emission
@@ -146,7 +147,7 @@ def test_named_parse_errors():
         "": ParseError.EMPTY,
         "go to shelf 1": ParseError.UNKNOWN_LINE,
         "> a\n> b": ParseError.TWO_GUIDANCES,
-        "+ k: v\n> a": ParseError.GUIDANCE_NOT_FIRST,
+        "+ k: v\n> a\n- k": ParseError.GUIDANCE_BETWEEN,
         ">": ParseError.EMPTY_FIELD,
         "+ key": ParseError.MISSING_VALUE,
         ".\n> a": ParseError.NOTHING_AND_MORE,

@@ -36,7 +36,6 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.leads import scene_of
 from agent.records import EpisodeContext
-from compiler.language import render
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
@@ -231,8 +230,7 @@ class StateRecorder:
         made = self.teacher.compile(requests, contexts)
         said = made if self.level == "command" else replace(self.teacher, level=self.level).compile(requests, contexts)
         for request, context, compilation in zip(requests, contexts, said, strict=True):
-            state = State(request, render(compilation.emission))
-            self.episodes.setdefault(context.task_id, []).append(state)
+            self.episodes.setdefault(context.task_id, []).append(State(request, compilation.text))
         return made if self.compiler is None else self.compiler.compile(requests)
 
 
