@@ -13,7 +13,8 @@ from pathlib import Path
 
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
-from compiler.brief_state import apply_ops
+from agent.errand_guidance import EXAMPLE
+from compiler.brief_state import Create, Update, apply_ops
 from compiler.language import Emission, parse
 from compiler.records import Compiler, CompileRequest
 from eval.metrics import succeeded
@@ -27,7 +28,7 @@ WITHIN = (15, STEPS)
 BATCH = 16  # states that a compiler reads at once
 HOMES = {"home in the bank": {"own_scene": 1.0}, "home left out": {"own_scene": 0.0}}
 SILENT = {"memory empty": {"nothing": 1.0}, "other kinds alone": {"other_kinds": 1.0}}
-_SCENE = re.compile(r"\bin (\S+)")
+_SCENE = re.compile(r"\bFloorPlan\d+")
 
 
 def command_gates(
@@ -86,9 +87,8 @@ def _after(request: CompileRequest, emission: Emission) -> object:
 
 
 def _cited(states: Sequence[State], said: Sequence[Emission]) -> Iterator[bool]:
-    """Yield whether the scenes that reasons name are those of entries of M."""
+    """Yield whether the scenes that reasons name, or that are noted as an example, are those of entries of M."""
     for state, theirs in zip(states, said, strict=True):
         scenes = {entry.provenance.scene for entry in state.request.memory}
-        for scene in _SCENE.findall(theirs.reason):
-            if scene.startswith("FloorPlan"):
-                yield scene in scenes
+        noted = " ".join(op.value for op in theirs.ops if isinstance(op, Create | Update) and op.key == EXAMPLE)
+        yield from (scene in scenes for scene in _SCENE.findall(f"{theirs.reason} {noted}"))
