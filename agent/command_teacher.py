@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
-from agent.errand_guidance import GO, HOLDING, OPEN, Due, Errands, Notes, answered
+from agent.errand_guidance import GO, OPEN, Due, Errands, Notes, answered
 from agent.expert import ExpertTeacher
 from agent.leads import Lead, find_leads, find_random_lead, rationales, scene_of
 from agent.recipe_guidance import recipe_emission
@@ -24,7 +24,7 @@ from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from envs.command_reader import CommandReader, TeacherLevel
 from envs.household.command_reader import HouseholdReader
-from envs.household.errands import Errand, read_errand
+from envs.household.errands import HOLDING, Errand, read_errand
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class CommandTeacher:
     def compile(self, requests: Sequence[CompileRequest], contexts: Sequence[EpisodeContext] = ()) -> list[Compilation]:
         """Write one emission per request, in order."""
         emissions = [self.emission(r, context.task_id) for r, context in zip(requests, contexts, strict=True)]
-        texts = (render(e, guidance_last=True) for e in emissions)  # what is due follows from the notes
-        return [Compilation(*of, request=r) for *of, r in zip(texts, emissions, requests, strict=True)]
+        write = partial(render, guidance_last=True)  # what is due follows from the notes
+        return [Compilation(write(e), e, request=r) for e, r in zip(emissions, requests, strict=True)]
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
         """Explain why each episode succeeded, or return how it stopped."""

@@ -31,7 +31,7 @@ from agent.records import (
     soft_read_on,
 )
 from agent.seeds import episode_seeds
-from compiler.brief_state import Belief, BriefState, apply_ops, render_brief_state
+from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from configs.models import Batching
 from envs.base import Environment, Observation, Task, Transition, is_persistent
 from executor.prompt import Turn
@@ -157,9 +157,7 @@ class EpisodeRunner:
     async def act(self, observed: Observation) -> str:
         """Recall, compile and act on an observation (Eq. 3 to 5), and return the action. Raises: EpisodeFailure."""
         episode, delivery = self.episode, self._roles.delivery
-        if not episode.steps and observed.beliefs:
-            self.brief_state = BriefState(self._spec.goal, beliefs=tuple(Belief(*each) for each in observed.beliefs))
-        state = self.brief_state
+        state = self.brief_state = self.brief_state.noting(observed.beliefs)
         record = StepRecord(
             t=len(episode.steps),
             observation=observed.text,

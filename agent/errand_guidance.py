@@ -1,10 +1,11 @@
 """Guidance for household errands from what an agent may know: goal, M, b_t, o_t and the last command, without a plan.
 
-What is due follows from the goal's subgoals, which the Brief State holds. The first view lists the scene's places, and
-later views do not, so the Brief State begins with them (`env.notes_places`), or they are noted at the first view:
+What is due follows from the goal's subgoals, which the Brief State holds. Its first three lines may be the
+environment's (`env.notes_places`):
 
-    places: desk 1, shelf 2, ...                the first place of each kind
+    places: desk 1, shelf 2, ...                the first place of each kind, as the first view lists them
     unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen
+    holding: mug 1
     mug: shelf 2, countertop, desk              where to look for a mug: places where one was seen or, by M's entries of
                                                 this scene, was found; without such entries the kinds of places where
                                                 other scenes had one, in the order of `unsearched`
@@ -26,6 +27,7 @@ from agent.records import is_refusal
 from compiler.brief_state import BETWEEN, MAX_CHARACTERS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from envs.household.command_reader import PUT, TAKE, TREAT
 from envs.household.errands import (
+    HOLDING,
     LOOK,
     PLACES,
     UNSEARCHED,
@@ -42,9 +44,9 @@ from envs.household.errands import (
 )
 from memory.entry import MemoryEntry
 
-HOLDING, EXAMPLE = "holding", "example"
+EXAMPLE = "example"
 NONE, NAMELESS = "none", "an episode"  # examples: there is none, or its scene has no name
-MOST = 6  # places, and kinds of places, that are noted for a thing
+MOST = 2  # places, and kinds of places, that are noted for a thing
 GO, OPEN = "go to ", "open "
 
 

@@ -114,6 +114,13 @@ class BriefState:
                 _require(key in known, f"delete: no such key: {key}")
                 return self._without_item(key, item) if item else replace(self, beliefs=self._beliefs_without(key))
 
+    def noting(self, notes: Sequence[tuple[str, str]]) -> BriefState:
+        """Return the state with these keys and values, which replace those with the same key; "" removes a key."""
+        beliefs = {belief.key: belief for belief in self.beliefs}
+        for key, value in notes:
+            beliefs[key] = Belief(key, value)
+        return replace(self, beliefs=tuple(belief for belief in beliefs.values() if belief.value))
+
     def belief(self, key: str) -> str | None:
         """Return the value of a belief; None without it."""
         return next((b.value for b in self.beliefs if b.key == key), None)

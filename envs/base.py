@@ -84,7 +84,7 @@ class Observation:
 
     Args:
         admissible: the commands that are possible now; None: the benchmark lists no commands.
-        beliefs: of the first observation, the keys and values with which the Brief State begins.
+        beliefs: keys and values that the environment notes in the Brief State; "" removes a key.
     """
 
     text: str

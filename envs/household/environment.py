@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Command, Engine
-from envs.household.errands import place_notes
+from envs.household.errands import REFUSED, changed_notes, place_notes
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.sequences import SequenceSettings, sequences
@@ -25,7 +25,6 @@ DEFAULT_SCENES: Mapping[str, int] = {"train": 64, "test": 40}
 INSTRUCTIONS = """You are an agent in a household. Each turn you see where you are and what is there. Answer with \
 exactly one command and nothing else, for example: go to shelf 1, open drawer 2, take mug 1 from shelf 1, move mug 1 \
 to desk 1, heat mug 1 with microwave 1, clean mug 1 with sinkbasin 1, cool mug 1 with fridge 1, use desklamp 1."""
-REFUSED = "Nothing happens"
 
 
 class Games(Protocol):
@@ -48,7 +47,8 @@ class EngineEnvironment:
     As in ALFWorld, the answer to an impossible command is "Nothing happens.".
 
     Args:
-        notes_places: the Brief State begins with the places that the first view lists.
+        notes_places: the environment notes in the Brief State the places that the first view lists, those that have not
+            been searched yet, and what is in hand.
     """
 
     name = "household"
@@ -66,6 +66,7 @@ class EngineEnvironment:
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
+        self._notes: dict[str, str] = {}  # what the Brief State was told
         self._plan: list[str] | None = None  # rest of the expert's plan, while the episode follows it
         self._renderer: Renderer | None = None
 
@@ -77,6 +78,7 @@ class EngineEnvironment:
         game, self._marked = self._games.game(task)
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, engine.reset()), None, None
+        self._notes = {}
         return self._first(engine.intro())
 
     def sequences(self, split: str) -> list[TaskSequence]:
@@ -105,7 +107,8 @@ class EngineEnvironment:
         self._plan = self._plan[1:] if self._plan and self._plan[0] == action else None
         progress = engine.progress(state)
         success = progress == 1.0
-        return Transition(self._observe(text), progress, success, done=success)
+        observation = self._noting(self._observe(text), changed_notes(self._notes, action, text))
+        return Transition(observation, progress, success, done=success)
 
     def expert(self) -> list[str] | None:
         """Return near-shortest commands from the current state to success; None if there are none."""
@@ -151,7 +154,13 @@ class EngineEnvironment:
         return None if self._marked is None else next(iter(self.game.places(self._marked, self.state)), None)
 
     def _first(self, text: str) -> Observation:
-        return replace(self._observe(text), beliefs=place_notes(text) if self._notes_places else ())
+        return self._noting(self._observe(text), {**self._notes, **dict(place_notes(text))})
+
+    def _noting(self, observation: Observation, notes: Mapping[str, str]) -> Observation:
+        if not self._notes_places:
+            return observation
+        self._notes |= notes
+        return replace(observation, beliefs=tuple(notes.items()))
 
     def _observe(self, text: str) -> Observation:
         engine, state = self._live()
@@ -206,7 +215,7 @@ class HouseholdSettings(EnvSettings):
     wandering_objects: int = Field(default=3, ge=0)
     """Things per home whose place differs in each episode."""
     notes_places: bool = False
-    """The Brief State begins with the places that the first view lists, which no compiler then has to copy."""
+    """The environment notes the places that the first view lists, those not searched yet, and what is in hand."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one home, for memory.protocol living."""
 

@@ -6,13 +6,15 @@ in views: `cabinet 3`, `mug 1`.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envs.household.command_reader import PUT, TAKE, TREAT, USE
 
+REFUSED = "Nothing happens"
 LOOK, PLACE = "look", "put"  # kinds of errands beside the treatments heat, cool and clean
 PLACES, UNSEARCHED = "places", "unsearched"  # beliefs that list a scene's places
+HOLDING = "holding"  # belief: the thing in hand
 _ADJECTIVES = {"hot": "heat", "cool": "cool", "clean": "clean"}
 _IN = r"(?:in/on|in|on) (?:a |an |the )?(?P<target>[a-z]+)"
 _GOALS = (
@@ -143,6 +145,22 @@ def place_notes(text: str) -> tuple[tuple[str, str], ...]:
     first = {kind_of(place): place for place in reversed(places)}
     unsearched = sorted(places, key=lambda place: counts[kind_of(place)])
     return ((PLACES, ", ".join(first[kind] for kind in counts)), (UNSEARCHED, ", ".join(unsearched))) if places else ()
+
+
+def changed_notes(notes: Mapping[str, str], command: str, answer: str) -> dict[str, str]:
+    """Return the notes that an answer changes: the thing in hand, "" for none, and the places not searched, without the
+    one whose content the answer shows."""
+    changed, place = dict[str, str](), read_view(answer).place
+    listed = notes.get(UNSEARCHED, "").split(", ")
+    if read_view(answer).things is not None and place in listed:
+        changed[UNSEARCHED] = ", ".join(other for other in listed if other != place)
+    if answer.startswith(REFUSED):
+        return changed
+    if TAKE.fullmatch(command):
+        changed[HOLDING] = command.removeprefix("take ").split(" from ")[0]
+    elif PUT.fullmatch(command):
+        changed[HOLDING] = ""
+    return changed
 
 
 def place_of(command: str) -> str:

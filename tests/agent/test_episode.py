@@ -20,10 +20,14 @@ from tests.memory.entries import by_id
 
 
 class NotingEnv(CountingEnv):
-    """An environment whose first observation has beliefs."""
+    """An environment that notes beliefs at its first two observations."""
 
     def reset(self, task):
-        return replace(super().reset(task), beliefs=(("places", "desk 1, desk 2"),))
+        return replace(super().reset(task), beliefs=(("places", "desk 1, desk 2"), ("holding", "mug 1")))
+
+    def step(self, action):
+        moved = super().step(action)
+        return replace(moved, observation=replace(moved.observation, beliefs=(("places", "desk 2"), ("holding", ""))))
 
 
 class Forgets:
@@ -52,14 +56,13 @@ def run(specs, delivery=None, executor=None, **kwargs):
     ), recorder
 
 
-def test_the_brief_state_begins_with_the_beliefs_of_the_first_observation():
+def test_the_environment_notes_beliefs_before_the_compiler_reads_the_brief_state():
     recorder = Recorder()
     [episode] = run_episodes(
         NotingEnv, [spec(3)], Delivery("compiled", "compiled", recorder), recorder, EpisodeLimits(max_steps=5)
     )
-    begun = "goal: in home 1: goal 3\nnote: places = desk 1, desk 2"
-    assert episode.steps[0].brief_before == begun
-    assert episode.steps[1].brief_before == begun.replace("\n", "\nnow: a\nnext: b\n")
+    assert episode.steps[0].brief_before == "goal: in home 1: goal 3\nnote: places = desk 1, desk 2 ; holding = mug 1"
+    assert episode.steps[1].brief_before == "goal: in home 1: goal 3\nnow: a\nnext: b\nnote: places = desk 2"
 
 
 def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():

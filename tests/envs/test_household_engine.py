@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compiler.brief_state import BriefState
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.household.engine import NOTHING_HAPPENS, Engine
 from envs.household.environment import HouseholdEnvironment
@@ -392,3 +394,23 @@ def test_protocol_and_life_cycle() -> None:
     with pytest.raises(EnvironmentFailure, match="reset"):
         environment.expert()
     assert environment.reset(environment.tasks("a")[0]) == first
+
+
+def test_it_notes_what_is_in_hand_and_which_places_no_answer_has_shown() -> None:
+    env = HouseholdEnvironment(scenes={"train": 4}, images=False, notes_places=True)
+    for task in env.tasks("train"):
+        first = env.reset(task)
+        notes = BriefState(task.goal).noting(first.beliefs)
+        left = set((notes.belief("unsearched") or "").split(", "))
+        assert left == {receptacle.name for receptacle in env.game.receptacles}
+        for command in env.expert() or []:
+            seen = env.step(command).observation
+            notes = notes.noting(seen.beliefs)
+            carried = env.step("inventory").observation
+            notes = notes.noting(carried.beliefs)
+            held = notes.belief("holding")
+            assert carried.text == (f"You are carrying: a {held}." if held else "You are not carrying anything.")
+            left -= {
+                name for name in left if re.search(rf"the {name}, you see|The {name} is open\. In it", seen.text, re.I)
+            }
+            assert set(filter(None, (notes.belief("unsearched") or "").split(", "))) == left
