@@ -48,6 +48,7 @@ EXAMPLE = "example"
 NONE, NAMELESS = "none", "an episode"  # examples: there is none, or its scene has no name
 MOST = 2  # places, and kinds of places, that are noted for a thing
 GO, OPEN = "go to ", "open "
+SHOWN_BY = {"find": "take"}  # the step that shows a subgoal, where it has another verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class Errands:
     def due(self, notes: Notes, last: Answered) -> Due | None:
         """Return the command that is due and why; None where M supports none."""
         verb, _, rest = notes.state.current.partition(" ")
-        cited = self._cited(notes.state.belief(EXAMPLE) or NONE, {"find": "take"}.get(verb, verb))
+        cited = self._cited(notes.state.belief(EXAMPLE) or NONE, SHOWN_BY.get(verb, verb))
         if not cited:
             return None
         holding = notes.state.belief(HOLDING) or ""
@@ -327,10 +328,12 @@ class Errands:
     # -- what M shows --------------------------------------------------------------------------------------------------
 
     def _routines(self) -> list[tuple[MemoryEntry, list[Step]]]:
-        """List the successful episodes of this kind of errand with their steps."""
+        """List the successful episodes of this kind of errand with their steps, first those that show all its steps."""
         successes = [entry for entry in self.memory if entry.provenance.success]
         routines = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
-        return [(entry, steps) for entry, steps in routines if kind_of_episode(steps) == self.errand.kind]
+        of_kind = [(entry, steps) for entry, steps in routines if kind_of_episode(steps) == self.errand.kind]
+        verbs = {SHOWN_BY.get(verb, verb) for verb, *_ in map(str.split, self.errand.subgoals)}
+        return sorted(of_kind, key=lambda routine: not verbs <= {step.verb for step in routine[1]})
 
     def _cited(self, example: str, verb: str) -> str:
         """Say what the example did before such a step; "" if it shows none."""

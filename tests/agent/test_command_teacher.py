@@ -131,6 +131,13 @@ def test_another_example_is_noted_where_memory_no_longer_holds_the_first() -> No
     assert taken.reason == "in FloorPlan7 after take came cool" and talk.state.belief("example") == "FloorPlan7"
 
 
+def test_an_example_that_shows_every_step_comes_before_one_that_does_not() -> None:
+    cooled_only = remembered("FloorPlan3", "take mug 1 from shelf 9", "cool mug 1 with fridge 1", goal="cool mug")
+    talk = Talk(cooled_only, COOLED)
+    talk.hear(ROOM)
+    assert talk.state.belief("example") == COOLED.provenance.scene
+
+
 def test_a_lamp_that_was_seen_here_is_used_although_the_last_answer_does_not_show_it() -> None:
     lit = remembered("FloorPlan2", "take cd 1 from desk 1", "use desklamp 1", goal="examine the cd with the desklamp")
     talk = Talk(lit, goal="in FloorPlan1: look at cd under the desklamp")
