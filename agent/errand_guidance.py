@@ -41,6 +41,7 @@ from envs.household.errands import (
     place_of,
     read_view,
     steps_of,
+    taken_thing,
 )
 from memory.entry import MemoryEntry
 
@@ -193,7 +194,7 @@ class Errands:
     def _note_done(self, notes: Notes, command: str) -> None:
         thing, current = self.errand.thing, notes.state.current
         if m := TAKE.fullmatch(command):
-            notes.put(HOLDING, command.removeprefix("take ").split(" from ")[0])
+            notes.put(HOLDING, taken_thing(command))
             notes.drop(m["thing"], m["place"])
             if current == f"find {m['thing']}":
                 notes.do(Fold(command))
@@ -328,7 +329,7 @@ class Errands:
     # -- what M shows --------------------------------------------------------------------------------------------------
 
     def _routines(self) -> list[tuple[MemoryEntry, list[Step]]]:
-        """List the successful episodes of this kind of errand with their steps, first those that show all its steps."""
+        """List M's successful episodes of this kind of errand, with their steps; those with all steps come first."""
         successes = [entry for entry in self.memory if entry.provenance.success]
         routines = [(entry, steps_of(entry.provenance.actions)) for entry in successes]
         of_kind = [(entry, steps) for entry, steps in routines if kind_of_episode(steps) == self.errand.kind]

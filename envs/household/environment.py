@@ -47,8 +47,8 @@ class EngineEnvironment:
     As in ALFWorld, the answer to an impossible command is "Nothing happens.".
 
     Args:
-        notes_places: the environment notes in the Brief State the places that the first view lists, those that have not
-            been searched yet, and what is in hand.
+        notes_places: keep three beliefs up to date in the agent's Brief State: the first place of each kind, the places
+            not searched yet, and the thing in hand.
     """
 
     name = "household"
@@ -66,7 +66,7 @@ class EngineEnvironment:
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
-        self._notes: dict[str, str] = {}  # what the Brief State was told
+        self._notes: dict[str, str] = {}  # values of the beliefs of `notes_places`, by key
         self._plan: list[str] | None = None  # rest of the expert's plan, while the episode follows it
         self._renderer: Renderer | None = None
 
@@ -107,7 +107,9 @@ class EngineEnvironment:
         self._plan = self._plan[1:] if self._plan and self._plan[0] == action else None
         progress = engine.progress(state)
         success = progress == 1.0
-        observation = self._noting(self._observe(text), changed_notes(self._notes, action, text))
+        observation = self._observe(text)
+        if self._notes_places:
+            observation = self._noting(observation, changed_notes(self._notes, action, text))
         return Transition(observation, progress, success, done=success)
 
     def expert(self) -> list[str] | None:
@@ -154,11 +156,11 @@ class EngineEnvironment:
         return None if self._marked is None else next(iter(self.game.places(self._marked, self.state)), None)
 
     def _first(self, text: str) -> Observation:
-        return self._noting(self._observe(text), {**self._notes, **dict(place_notes(text))})
+        observation = self._observe(text)
+        return self._noting(observation, self._notes | dict(place_notes(text))) if self._notes_places else observation
 
     def _noting(self, observation: Observation, notes: Mapping[str, str]) -> Observation:
-        if not self._notes_places:
-            return observation
+        """Keep notes, and give them to the agent with the observation."""
         self._notes |= notes
         return replace(observation, beliefs=tuple(notes.items()))
 

@@ -148,19 +148,23 @@ def place_notes(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def changed_notes(notes: Mapping[str, str], command: str, answer: str) -> dict[str, str]:
-    """Return the notes that an answer changes: the thing in hand, "" for none, and the places not searched, without the
-    one whose content the answer shows."""
-    changed, place = dict[str, str](), read_view(answer).place
-    listed = notes.get(UNSEARCHED, "").split(", ")
-    if read_view(answer).things is not None and place in listed:
-        changed[UNSEARCHED] = ", ".join(other for other in listed if other != place)
+    """Return the notes that an answer changes: the thing in hand, "" for none, and the places that were not searched,
+    without the one whose content the answer shows."""
+    changed, view, listed = dict[str, str](), read_view(answer), notes.get(UNSEARCHED, "").split(", ")
+    if view.things is not None and view.place in listed:
+        changed[UNSEARCHED] = ", ".join(place for place in listed if place != view.place)
     if answer.startswith(REFUSED):
         return changed
     if TAKE.fullmatch(command):
-        changed[HOLDING] = command.removeprefix("take ").split(" from ")[0]
+        changed[HOLDING] = taken_thing(command)
     elif PUT.fullmatch(command):
         changed[HOLDING] = ""
     return changed
+
+
+def taken_thing(command: str) -> str:
+    """Return the thing that a take command names: "mug 1" of "take mug 1 from shelf 2"."""
+    return command.removeprefix("take ").split(" from ")[0]
 
 
 def place_of(command: str) -> str:
