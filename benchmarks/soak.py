@@ -97,7 +97,7 @@ def _play(pool: EnvironmentPool, specs: Sequence[EpisodeSpec], result: SoakResul
         specs,
         Delivery("none", "none"),
         FirstCommand(),
-        EpisodeLimits(STEPS),
+        EpisodeLimits(STEPS, batching="continuous"),  # in lockstep, all would wait for a worker that hangs
         on_episode=lambda _: heard.update(["one"]),
     )
     if [each.task_id for each in found] != [spec.task.id for spec in specs] or heard.total() != len(specs):
