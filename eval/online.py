@@ -176,11 +176,11 @@ def _mean(intervals: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | Non
 def count_leaks(episodes: Sequence[Episode], tasks: Sequence[Task], memory: MemorySystem) -> int:
     """Count recalled entries that come from the episode's own task or a later one of `tasks`; a valid run has none."""
     position = {task.id: number for number, task in enumerate(tasks)}
-    origins = {entry.id: entry.provenance.task_id for entry in memory}
+    newest = {entry.id: entry for entry in memory}
 
     def recalled(episode: Episode) -> list[str]:
         shown = (episode.memory_ids if step.memory_ids is None else step.memory_ids for step in episode.steps)
-        stored = [origins[id] for ids in shown for id in ids if id not in episode.made]
-        return [*stored, *(entry.provenance.task_id for entry in episode.made.values())]
+        stored = [newest.get(id) or memory[id] for ids in shown for id in ids if id not in episode.made]
+        return [entry.provenance.task_id for entry in (*stored, *episode.made.values())]
 
     return sum(position.get(origin, -1) >= position[e.task_id] for e in episodes for origin in recalled(e))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from eval.online import count_leaks, order_tasks, pool_streams, summarise_stream
 from eval.table import spread, to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER_VIEW, Action, Grounding
+from memory.entry import MemoryEntry
 from memory.protocol import BankError
 from runtime.checksums import parse_row
 from runtime.errors import StopReason
@@ -228,13 +229,23 @@ def test_a_delivery_that_needs_episodes_side_by_side_is_refused() -> None:
         cells(config(deliveries=("compiled_shuffled_soft",)))
 
 
+class Rewritten:
+    """A memory whose entry of task 1 was rewritten: it is read by its id, and no longer listed."""
+
+    def __init__(self) -> None:
+        self.entries = {each.id: each for each in (entry(n, f"of task {n}") for n in range(3))}
+
+    def __iter__(self) -> Iterator[MemoryEntry]:
+        return iter([*self.entries.values()][::2])
+
+    def __getitem__(self, id: str) -> MemoryEntry:
+        return self.entries[id]
+
+
 def test_recalls_of_this_task_or_a_later_one_are_counted() -> None:
     tasks = [Task(f"task-{i}", "g", "s", "test", "put") for i in range(3)]
-    memory: Any = [entry(n, f"of task {n}") for n in range(3)]
-    ids = [each.id for each in memory]
-    clean = replace(one_step_episode("task-2"), memory_ids=(ids[0], ids[1]))
-    assert count_leaks([clean], tasks, memory) == 0
-    assert (
-        count_leaks([clean, replace(one_step_episode("task-1"), memory_ids=(ids[0], ids[1], ids[2]))], tasks, memory)
-        == 2
-    )
+    memory: Any = Rewritten()
+    ids = tuple(memory.entries)
+    clean = replace(one_step_episode("task-2"), memory_ids=ids[:2])
+    early = replace(one_step_episode("task-1"), memory_ids=ids)
+    assert count_leaks([clean], tasks, memory) == 0 and count_leaks([clean, early], tasks, memory) == 2
