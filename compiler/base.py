@@ -14,7 +14,16 @@ from torch import Tensor
 
 from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.prompt import Instructions, compiler_parts, instructions_of
-from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled, soft_is_read
+from compiler.records import (
+    Compilation,
+    CompileRequest,
+    Decoding,
+    Entries,
+    History,
+    StillWanted,
+    never_cancelled,
+    soft_is_read,
+)
 from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
@@ -48,6 +57,7 @@ class TokenCompiler:
     speed: Speed
     instructions: Instructions
     history: History  # past commands in the prompt (`compiler.prompt.compiler_parts`)
+    entries: Entries  # what the prompt shows of raw trajectories
     generator: torch.Generator  # on the projector's device
     weight_version: int  # training increments it with every update; stored in every compilation
     context: int | None  # context length of the model in tokens; None if unknown
@@ -64,7 +74,7 @@ class TokenCompiler:
 
     def encode(self, request: CompileRequest) -> Prompt:
         """Encode a request as token ids and pictures."""
-        parts = compiler_parts(request, images=self.encoder.is_vlm, history=self.history)
+        parts = compiler_parts(request, images=self.encoder.is_vlm, history=self.history, entries=self.entries)
         return self.encoder.encode(parts, instructions_of(self.instructions, request.environment))
 
     @torch.no_grad()

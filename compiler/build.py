@@ -140,7 +140,7 @@ def warn_about_executor_inputs(trained: Mapping[str, Any] | None, executor: Exec
 
 def warn_about_compiler_inputs(trained: Mapping[str, Any] | None, config: CompilerConfig, compiler: str) -> None:
     """Warn if the compiler reads other inputs than in training."""
-    before = {"history": 0}  # of checkpoints that do not record it
+    before = {"history": 0, "entries": "whole"}  # of checkpoints that do not record it
     if (trained := {**before, **(trained or {})}) != config.reading:
         shown = lambda reading: " ".join(f"compiler.{name}={value}" for name, value in reading.items())
         log.warning(
@@ -182,5 +182,5 @@ def _common(config: CompilerConfig, instructions: Instructions) -> dict[str, Any
         "decoding": Decoding(config.temperature, config.max_new_tokens, config.batch_size),
         "instructions": system_turns(instructions) if config.instructions == "full" else "",
         "speed": config.speed,
-        "history": config.history,
+        **config.reading,
     }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.decoding import Decoder
 from compiler.prompt import Instructions
-from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
+from compiler.records import Compilation, CompileRequest, Decoding, Entries, History, StillWanted, never_cancelled
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.device import to_device
@@ -51,6 +51,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         seed: int = 0,
         speed: Speed | None = None,
         history: History = 1,
+        entries: Entries = "whole",
     ) -> None:
         super().__init__()
         if projector.config.d_compiler != backbone.hidden_size:
@@ -60,6 +61,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.backbone, self.encoder, self.context = backbone, backbone, backbone.context
         self.decoding, self.instructions, self.speed = decoding or Decoding(), instructions, speed or Speed()
         self.history: History = history
+        self.entries: Entries = entries
         self.projector = projector.to(backbone.device)
         backbone.model.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model

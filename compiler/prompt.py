@@ -12,9 +12,10 @@ from PIL import Image
 
 from compiler.brief_state import render_brief_state
 from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
-from compiler.records import CompileRequest, History
+from compiler.records import CompileRequest, Entries, History
 from lm.prompt import PromptPart, merge_text_parts
 from memory.entry import MemoryEntry
+from memory.trajectory import compact_text
 from runtime.parsing import without_newlines
 from runtime.pictures import open_picture
 
@@ -56,26 +57,30 @@ def instructions_of(instructions: Instructions, environment: str) -> str:
     return instructions[environment]
 
 
-def compiler_parts(request: CompileRequest, images: bool = True, history: History = 1) -> list[PromptPart]:
+def compiler_parts(
+    request: CompileRequest, images: bool = True, history: History = 1, entries: Entries = "whole"
+) -> list[PromptPart]:
     """Write the user turn.
 
     Args:
         images: False for a text-only compiler: without pictures.
         history: the past commands shown beside a Brief State (`compiler.history`); without one, all are shown.
+        entries: what is shown of a raw trajectory in memory (`compiler.entries`).
     """
-    parts = [*_memory(request.memory, images), PromptPart(text=state_text(request, history))]
+    parts = [*_memory(request.memory, images, entries), PromptPart(text=state_text(request, history))]
     if images and request.image is not None:
         parts += [PromptPart(text="view: "), PromptPart(image=request.image), PromptPart(text="\n")]
     parts.append(PromptPart(text=f"see: {request.observation}"))
     return merge_text_parts(parts)
 
 
-def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[PromptPart]:
+def _memory(memory: Sequence[MemoryEntry], images: bool, entries: Entries) -> list[PromptPart]:
     """Write M: each entry's text, then its pictures, so that the text gives them context."""
     parts = [PromptPart(text="memory:\n")]
-    for entry in entries:
+    for entry in memory:
         pictures = [PromptPart(image=image) for image in pictures_of([entry])] if images else []
-        parts += [PromptPart(text=f"{entry.text}\n"), *pictures, PromptPart(text="\n")]
+        text = entry.text if entries == "whole" else compact_text(entry.text)
+        parts += [PromptPart(text=f"{text}\n"), *pictures, PromptPart(text="\n")]
     return parts
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The past commands that the compiler reads beside the Brief State: none, the last one, or all.
 History = Literal[0, 1, "all"]
+# What the compiler reads of a raw trajectory in memory: all of it, or its goal, commands and rationale.
+Entries = Literal["whole", "commands"]
 # The emissions beside which soft tokens are read: those with guidance (EXPERIENCE, HYBRID), all, or none.
 SoftOn = Literal["guidance", "always", "never"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compiler.base import Draft, Generators, TokenCompiler, no_text
 from compiler.prompt import Instructions
-from compiler.records import Compilation, CompileRequest, Decoding, History, StillWanted, never_cancelled
+from compiler.records import Compilation, CompileRequest, Decoding, Entries, History, StillWanted, never_cancelled
 from configs.models import Speed
 from lm.engine_loop import EngineLoop
 from lm.prompt import Prompt, PromptEncoder
@@ -73,11 +73,12 @@ class VllmCompiler(TokenCompiler):
         device: str = "cpu",
         speed: Speed | None = None,
         history: History = 1,
+        entries: Entries = "whole",
     ) -> None:
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
         self.decoding, self.instructions = decoding or Decoding(), instructions
-        self.speed, self.history = speed or Speed(), history
+        self.speed, self.history, self.entries = speed or Speed(), history, entries
         self.projector, self.weight_version = self._frozen(projector), 0
         self.weights = ServedWeights(None, self.projector, 0)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)

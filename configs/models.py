@@ -224,6 +224,9 @@ class CompilerConfig(ModelSettings):
     history: Literal[0, 1, "all"] = 1
     """Past commands that it reads beside the Brief State: none, the last one (the view is its answer), or all. Without
     a Brief State it reads all."""
+    entries: Literal["whole", "commands"] = "whole"
+    """What it reads of a raw trajectory in memory (`memory.settings.text: raw`): all of it, or the goal, the commands
+    and the rationale, a fifth of the tokens. The executor reads pasted entries whole either way."""
     lora: Lora = Lora()
     """LoRA adapter."""
     soft: Soft = Soft()
@@ -236,7 +239,7 @@ class CompilerConfig(ModelSettings):
     @property
     def reading(self) -> dict[str, Any]:
         """Settings of the prompt, which checkpoints record and evaluations compare with their own."""
-        return self.model_dump(include={"history"})
+        return self.model_dump(include={"history", "entries"})
 
     @model_validator(mode="after")
     def _check_engine(self) -> CompilerConfig:

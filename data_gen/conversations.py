@@ -21,15 +21,19 @@ from runtime.store import atomic_folder
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from compiler.records import History
+    from compiler.records import Entries, History
 
 
 def row_to_conversation(
-    row: SftRow, instructions: Instructions = "", images: bool = False, history: History = 1
+    row: SftRow,
+    instructions: Instructions = "",
+    images: bool = False,
+    history: History = 1,
+    entries: Entries = "whole",
 ) -> dict[str, Any]:
     """Convert a row into a conversation. With `images`, every content is a list of parts, and `images` holds the
-    pictures (PNG) in the order of their parts. `history`: see `compiler_parts`."""
-    parts = compiler_parts(compile_request(row.step_input()), images, history)
+    pictures (PNG) in the order of their parts. `history`, `entries`: see `compiler_parts`."""
+    parts = compiler_parts(compile_request(row.step_input()), images, history, entries)
     turns = {
         "prompt": chat_messages(chat_of(parts, instructions_of(instructions, row.environment))),
         "completion": [{"role": "assistant", "content": row.emission}],
@@ -47,7 +51,11 @@ def _content_parts(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_to_conversations(
-    rows: Sequence[SftRow], instructions: Instructions = "", images: bool = False, history: History = 1
+    rows: Sequence[SftRow],
+    instructions: Instructions = "",
+    images: bool = False,
+    history: History = 1,
+    entries: Entries = "whole",
 ) -> Dataset:
     """Convert rows into a TRL dataset, one conversation per row."""
     from datasets import Dataset, Features, Image, List, Value
@@ -55,7 +63,7 @@ def rows_to_conversations(
     text = Value("string")
     turns = List({"role": text, "content": List({"text": text, "type": text}) if images else text})
     features = {"prompt": turns, "completion": turns, **({"images": List(Image())} if images else {})}
-    conversations = [row_to_conversation(row, instructions, images, history) for row in rows]
+    conversations = [row_to_conversation(row, instructions, images, history, entries) for row in rows]
     return Dataset.from_list(conversations, features=Features(features))
 
 
@@ -66,6 +74,7 @@ def export_conversations(
     instructions: Instructions = "",
     images: bool = False,
     history: History = 1,
+    entries: Entries = "whole",
     held_out: float = 0.0,
     seed: int = 0,
 ) -> dict[str, int]:
@@ -74,6 +83,7 @@ def export_conversations(
     Args:
         instructions: system turn of every conversation, or by the environment of its row.
         history: past commands in the prompt (`compiler.history`).
+        entries: what the prompt shows of raw trajectories (`compiler.entries`).
         held_out: share of the tasks in split `test`, the same tasks as `validation.share` holds out.
 
     Raises:
@@ -84,5 +94,5 @@ def export_conversations(
     splits = {"train": training, **({"test": testing} if testing else {})}
     with atomic_folder(out) as folder:
         for split, part in splits.items():
-            write_parquet(rows_to_conversations(part, instructions, images, history), folder, split)
+            write_parquet(rows_to_conversations(part, instructions, images, history, entries), folder, split)
     return {split: len(part) for split, part in splits.items()}

@@ -21,7 +21,7 @@ from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
 from compiler.gate import CompileGate
 from compiler.prompt import compiler_parts
-from compiler.records import Compiler, CompileRequest, History
+from compiler.records import Compiler, CompileRequest, Entries, History
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
 from executor.prompt import Context, ExecutorRequest, MemoryBlock, Turn, executor_chat, executor_text
@@ -100,7 +100,8 @@ def _memory_systems(state: Mapping[str, Any]) -> list[str]:
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     """Hash instructions and layout of both prompts; None without a compiler."""
     history: History = getattr(compiler, "history", 0)
-    compiled = [compiler_parts(request, history=history) for request in (_COMPILE, _BARE)]
+    entries: Entries = getattr(compiler, "entries", "whole")
+    compiled = [compiler_parts(request, history=history, entries=entries) for request in (_COMPILE, _BARE)]
     compile_layout = ["".join(part.text for part in parts) for parts in compiled]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),

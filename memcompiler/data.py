@@ -162,6 +162,9 @@ def data_export(
     held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks in split `test`.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Selects these tasks, as in SFT's validation.")] = 0,
     history: Annotated[Literal["0", "1", "all"], typer.Option(help="Past commands, as compiler.history.")] = "1",
+    entries: Annotated[
+        Literal["whole", "commands"], typer.Option(help="Raw trajectories of memory, as compiler.entries.")
+    ] = "whole",
 ) -> None:
     """Export rows as TRL conversations (prompt and completion, Parquet) for `trl sft --dataset_name OUT`."""
     from compiler.prompt import system_turns
@@ -184,6 +187,7 @@ def data_export(
         instructions=system_turns(of_environments(environments)) if instructions else "",
         images=images,
         history="all" if history == "all" else 1 if history == "1" else 0,
+        entries=entries,
         held_out=held_out,
         seed=seed,
     )

@@ -299,7 +299,8 @@ class RowCheck:
         compiler, executor = self._compiler, self._executor
         step = replace(row, image=None, memory_images=()).step_input(compiler.n_tokens if self._soft else 0)
         request = executor_request(step, executor)
-        texts = [part.text for part in compiler_parts(compile_request(step), images=False, history=compiler.history)]
+        read = compiler_parts(compile_request(step), images=False, history=compiler.history, entries=compiler.entries)
+        texts = [part.text for part in read]
         compiled = [instructions_of(compiler.instructions, row.environment), *texts, row.emission]
         chat = executor_chat(request, *executor.rules(request))
         acted = [part.text + " " * part.soft for turn in chat for part in turn.parts] + [row.action]

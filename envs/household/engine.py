@@ -52,7 +52,7 @@ class Engine:
         return f"{self._places()} {self._look(state)}" if self.here(state) else self.intro()
 
     def _places(self) -> str:
-        seen = _enumerate([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
+        seen = enumerated([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
         return f"Looking quickly around you, you see {seen}."
 
     def here(self, state: State) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class Engine:
         receptacle = self.game.receptacles[index]
         if receptacle.openable and not state.opened >> index & 1:
             return f"The {receptacle.name} is closed."
-        seen = _enumerate([self._listed[item] for item in bits(state.contents[index])])
+        seen = enumerated([self._listed[item] for item in bits(state.contents[index])])
         if receptacle.openable:
             return f"The {receptacle.name} is open. In it, you see {seen}."
         return f"On the {receptacle.name}, you see {seen}."
@@ -200,17 +200,17 @@ class Engine:
         here = self.here(state)
         if not here:
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
-        facing = _enumerate([self.game.receptacles[r].name for r in here])
+        facing = enumerated([self.game.receptacles[r].name for r in here])
         # TextWorld lists as "next to it" things at this location that were once taken out of a receptacle here, once
         # for every such receptacle.
         standing = state.standing[state.location]
         beside = sorted((item, r) for r in here for item in bits(standing & state.taken[r]))
-        return f"You are facing the {facing}. Next to it, you see {_enumerate([self._listed[i] for i, _ in beside])}."
+        return f"You are facing the {facing}. Next to it, you see {enumerated([self._listed[i] for i, _ in beside])}."
 
     def _describe(self, state: State, index: int) -> str:
         item, bit = self.game.items[index], 1 << index
         if item.inside is not None:
-            return f"This is a normal {item.name}. In it, you see {_enumerate([self._listed[i] for i in item.inside])}."
+            return f"This is a normal {item.name}. In it, you see {enumerated([self._listed[i] for i in item.inside])}."
         clean, hot, cool, sliced = (bool(mask & bit) for mask in (state.clean, state.hot, state.cool, state.sliced))
         warmth = "hot" if hot else "cool" if cool else ""
         if sliced and (warmth or clean):
@@ -275,7 +275,7 @@ def _mask(flags: Iterable[bool]) -> int:
     return sum(1 << index for index, flag in enumerate(flags) if flag)
 
 
-def _enumerate(words: list[str]) -> str:
+def enumerated(words: list[str]) -> str:
     """Write a list as ALFWorld does: "nothing", "a", "a, and b", "a, b, and c"."""
     if len(words) < 2:
         return words[0] if words else "nothing"

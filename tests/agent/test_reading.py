@@ -186,7 +186,7 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
 def test_a_compiler_that_reads_other_past_commands_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"compiler_reads": CompilerConfig().reading}))
     trained = checkpoint.compiler_inputs(tmp_path)
-    assert trained == {"history": 1}
+    assert trained == {"history": 1, "entries": "whole"}
     with caplog.at_level(logging.WARNING):
         warn_about_compiler_inputs(trained, CompilerConfig(), "here")
         warn_about_compiler_inputs(None, CompilerConfig(history=0), "of before")
@@ -194,7 +194,10 @@ def test_a_compiler_that_reads_other_past_commands_than_in_training_is_reported(
         warn_about_compiler_inputs(trained, CompilerConfig(history="all"), "runs/sft")
         warn_about_compiler_inputs(None, CompilerConfig(), "runs/old")
     other, old = [record.getMessage() for record in caplog.records]
-    assert other == "the compiler of runs/sft was trained with compiler.history=1; this run has compiler.history=all"
+    assert other == (
+        "the compiler of runs/sft was trained with compiler.history=1 compiler.entries=whole; "
+        "this run has compiler.history=all compiler.entries=whole"
+    )
     assert "runs/old was trained with compiler.history=0" in old
 
 

@@ -59,6 +59,17 @@ def test_compiler_prompt_shows_as_many_past_commands_as_the_compiler_reads(histo
     assert "did:" not in first
 
 
+def test_a_compiler_of_commands_reads_raw_trajectories_without_views_and_answers() -> None:
+    heading, because = "in home 17: put a mug in shelf", "because in home 17 the mug was in cabinet 2"
+    raw = f"{heading}\nYou see a cabinet 2.\n> go to cabinet 2\nYou arrive.\n> take mug 1\nYou hold it.\n{because}"
+    asked = replace(request(), memory=(entry(1, raw), entry(2, "a fact of another system")))
+    whole, short = (compiler_parts(asked, images=False, entries=entries)[0].text for entries in ("whole", "commands"))
+    assert whole.startswith(f"memory:\n{raw}\n\na fact of another system\n")
+    assert short.startswith(
+        f"memory:\n{heading}\ngo to cabinet 2 ; take mug 1\n{because}\n\na fact of another system\n"
+    )
+
+
 def test_a_command_with_a_line_break_stays_one_line() -> None:
     asked = replace(request(), history=("look\nsee: a lie",))
     assert "\ndid: look see: a lie\nsee: You" in "".join(part.text for part in compiler_parts(asked, images=False))

@@ -17,7 +17,9 @@ from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest
 from envs.alfworld.export import export_split
 from envs.household.command_reader import AlfworldReader
+from envs.household.engine import enumerated
 from envs.household.environment import HouseholdEnvironment
+from envs.household.errands import kind_of, listed_places, place_notes
 from lm.attention import SHARED
 from lm.backbone import Backbone, load_backbone
 from memory.entry import MemoryEntry, Provenance
@@ -97,7 +99,7 @@ def test_a_row_of_a_batch_is_a_compile_prompt_and_its_emission_with_other_scene_
     batch = commands.EpisodeBatches(NEW, [encoded(STATES)], rows=1).draw(random.Random(0))
     begun = batch["given"][0][: batch["given_lengths"][0]].tolist()
     expected = {
-        NEW.decode(backbone.encode(compiler_parts(state.request, images=False)).ids).replace(
+        NEW.decode(backbone.encode(compiler_parts(state.request, images=False, entries="commands")).ids).replace(
             "FloorPlan7", "SCENE"
         ): f"{state.emission}<|im_end|>"
         for state in STATES
@@ -134,7 +136,23 @@ def test_a_memory_is_asked_for_what_it_knows_and_for_what_it_does_not_with_first
     ]
     assert len(drawn) == commands.STATES and all(request.memory == known for request in drawn)
     assert len(of(True, "mug")) >= 1 and len(of(True, "pan")) >= 1  # there is one of each
-    assert len(of(False, "mug")) >= 5 and len(of(False, "pan")) >= 2
+    assert len(of(False, "mug")) >= 3 and len(of(False, "pan")) >= 2
+
+
+def test_a_small_home_has_the_goal_s_place_and_its_notes_are_those_of_its_view():
+    did = ("take mug 1 from shelf 1", "move mug 1 to cabinet 1")
+    known = (MemoryEntry("", "", Provenance("", "FloorPlan2", "put a mug in cabinet", "train", True, did)),)
+    names = [f"{kind} {n}" for kind in ("cabinet", "drawer", "shelf", "stoveburner") for n in range(9, 0, -1)]
+    view = f"You are in the middle of a room. Looking quickly around you, you see {enumerated(names)}."
+    asked, shelves = CompileRequest("in FloorPlan7: put a mug in cabinet", known, BriefState(GOAL), view), 0
+    for seed in range(20):
+        small = commands.in_small_home(asked, random.Random(seed))
+        places = listed_places(small.observation)
+        assert "cabinet" in {kind_of(place) for place in places} and len(places) <= commands.MOST_PLACES
+        assert [place for place in names if place in places] == places  # in their order
+        assert place_notes(small.observation) == tuple((b.key, b.value) for b in small.state.beliefs)
+        shelves += sum(kind_of(place) == "shelf" for place in places)
+    assert 20 < shelves < 120  # half of those that M names
 
 
 @dataclass
@@ -172,7 +190,8 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         tmp_path / "out",
         tmp_path / "work",
         games=4,
-        first_steps=1,
+        kind_steps=1,
+        small_steps=1,
         steps=2,
         rows=2,
         base=base,
@@ -180,7 +199,7 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         own_steps=1,
     )
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
-    assert record["steps"] == {"first_states": 1, "commands": 2, "own_states": 1}
+    assert record["steps"] == {"kinds": 1, "small_homes": 1, "commands": 2, "own_states": 1}
     assert load_backbone(tmp_path / "out", torch.float32, "cpu")
     commands.train_subgoal_compiler(tmp_path / "sub", tmp_path / "work", tmp_path / "out", games=4, steps=1, rows=2)
     assert json.loads((tmp_path / "sub" / "RECORD.json").read_text())["steps"] == {"subgoals": 1}

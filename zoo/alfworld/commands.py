@@ -8,11 +8,15 @@ entry of their own scene, and some recall nothing or other kinds of tasks, where
 are exchanged at random and, in half of the episodes, the numbers of things, so that they have to be read and not
 guessed. The stages:
 
-1. `first_states`: the first states of many games behind one M of two entries. An episode has one first state, which
-   asks where M's entries of a scene found a thing; so M, which is most of a prompt, is read once for 16 such questions.
-2. `commands`: half of the states are such first states behind four entries. An agent that follows the teacher's
-   commands, and strays at some steps, visits the others.
-3. `own_states`: a third of the states come from an agent that follows the compiler of the stage before, with the Brief
+1. `kinds`: the goals of 16 games behind one M of one to four entries, without notes and views. The emission is the
+   plan, and M's entry of that kind of task, or none. Such prompts are a tenth as long as the others, so that the
+   look-up that decides about silence is learned from thousands of goals in minutes.
+2. `small_homes`: the first states of the 16 games behind such an M, in homes of which only a few places are left. An
+   episode has one first state, which asks where M's entries of a scene found a thing; so M is read once for 16 such
+   questions. A home's places are most of a first state.
+3. `commands`: half of the states are such first states in whole homes behind four entries. An agent that follows the
+   teacher's commands, and strays at some steps, visits the other half.
+4. `own_states`: a third of the states come from an agent that follows the compiler of the stage before, with the Brief
    States that it wrote (DAgger, Ross et al. 2011).
 """
 
@@ -36,12 +40,14 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.leads import scene_of
 from agent.records import EpisodeContext
+from compiler.brief_state import BriefState, Create
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
 from data_gen.recall_mix import RecallMix
 from envs.alfworld.environment import AlfworldSettings
-from envs.household.errands import kind_of_episode, read_errand, steps_of
+from envs.household.engine import enumerated
+from envs.household.errands import kind_of, kind_of_episode, listed_places, place_notes, read_errand, steps_of
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
@@ -49,7 +55,7 @@ from memory.entry import MemoryEntry
 from zoo import stages
 from zoo.alfworld.lessons import LengthPool, SceneLabels, beginnings
 from zoo.alfworld.play import READER, K, Make, games_and_bank, run_games
-from zoo.alfworld.text_compilers import Engine, load_text_compiler
+from zoo.alfworld.text_compilers import ENTRIES, Engine, load_text_compiler
 from zoo.alfworld.words import COMMAND_LEXICON, NUMBERS
 from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer, save
@@ -64,10 +70,11 @@ STEPS = 30  # of an episode
 STATES = 16  # most states of an episode in a batch
 RATE = 1e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-FIRST_STATES, COMMANDS, OWN_STATES, SUBGOALS = "first_states", "commands", "own_states", "subgoals"
-STAGES = (FIRST_STATES, COMMANDS, OWN_STATES)
-FEW = 2  # entries of M in the first stage
-ASKED = {(True, True): 5, (False, True): 5, (True, False): 2, (False, False): 2}
+KINDS, SMALL_HOMES, COMMANDS, OWN_STATES, SUBGOALS = "kinds", "small_homes", "commands", "own_states", "subgoals"
+STAGES = (KINDS, SMALL_HOMES, COMMANDS, OWN_STATES)
+MEMORIES = 6  # per batch of the first two stages
+MOST_PLACES = 12  # of a small home
+ASKED = {(True, True): 4, (False, True): 3, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
 GAMES = 1000  # that the teacher plays, and whose M's are asked
 OWN_GAMES = 160  # that the compiler of the stage before plays
@@ -79,21 +86,22 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    first_steps: int = 200,
-    steps: int = 500,
+    kind_steps: int = 150,
+    small_steps: int = 300,
+    steps: int = 600,
     rows: int = 2,
     base: Path = BASE,
     rate: float = RATE,
     own_games: int = OWN_GAMES,
-    own_steps: int = 200,
+    own_steps: int = 300,
     engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
 
     Args:
         games: number of train games (default: all).
-        first_steps, steps: optimizer steps of the first two stages.
-        rows: episodes per batch, of up to `STATES` states each; those of the last stage have one more.
+        kind_steps, small_steps, steps: optimizer steps of the first three stages.
+        rows: episodes per batch of the third stage, of up to `STATES` states each; those of the last have one more.
         base: folder of the compiler base.
         rate: peak learning rate; half of it in the stage of own states.
         own_games: number of train games that the compiler plays.
@@ -106,10 +114,13 @@ def train_compiler(
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
     parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
-    if not stages.finished(work / FIRST_STATES):
-        batches = [EpisodeBatches(tokenizer, (part.first_states(FEW),), rows) for part in parts]
-        model = _train(model, work, FIRST_STATES, seed, first_steps, batches, rate)
-    firsts = [] if stages.finished(work / OWN_STATES) else [part.first_states(K) for part in parts]
+    if not stages.finished(work / KINDS):
+        batches = [EpisodeBatches(tokenizer, (part.asked(KINDS),), MEMORIES) for part in parts]
+        model = _train(model, work, KINDS, seed, kind_steps, batches, rate)
+    if not stages.finished(work / SMALL_HOMES):
+        batches = [EpisodeBatches(tokenizer, (part.asked(SMALL_HOMES),), MEMORIES) for part in parts]
+        model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
+    firsts = [] if stages.finished(work / OWN_STATES) else [part.asked(COMMANDS) for part in parts]
     if not stages.finished(work / COMMANDS):
         played = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(played, firsts, strict=True)]
@@ -124,7 +135,15 @@ def train_compiler(
         sources = zip(taught, played, firsts, strict=True)
         batches = [EpisodeBatches(tokenizer, of, rows + 1) for of in sources]
         model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
-    settings = {"seed": seed, "games": games, "first_steps": first_steps, "steps": steps, "rows": rows, "rate": rate}
+    settings = {
+        "seed": seed,
+        "games": games,
+        "kind_steps": kind_steps,
+        "small_steps": small_steps,
+        "steps": steps,
+        "rows": rows,
+        "rate": rate,
+    }
     write_model(
         f"compiler --world alfworld-frozen --engine {engine}",
         out,
@@ -299,7 +318,7 @@ class EncodedEpisode:
 
 def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisode:
     """Encode the states of an episode."""
-    prompts = [backbone.encode(compiler_parts(state.request, images=False)).ids for state in states]
+    prompts = [backbone.encode(compiler_parts(state.request, images=False, entries=ENTRIES)).ids for state in states]
     emissions = [(*backbone.ids(state.emission), backbone.end_id) for state in states]
     first, last = min(prompts), max(prompts)  # what these share, all do
     shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first) - 1)
@@ -331,7 +350,7 @@ class FirstState:
 def first_requests(
     memory: Sequence[MemoryEntry], asked: Sequence[FirstState], rng: random.Random
 ) -> list[CompileRequest]:
-    """Draw `STATES` first states to ask of M, most of them of its kinds of tasks (`ASKED`)."""
+    """Draw `STATES` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
     kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
     scenes = {entry.provenance.scene for entry in memory}
     needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
@@ -345,6 +364,23 @@ def first_requests(
         drawn += rng.sample(group, min(most, len(group)))
     drawn += rng.sample(asked, min(STATES - len(drawn), len(asked)))
     return [replace(first.request, memory=tuple(memory)) for first in drawn]
+
+
+def in_small_home(asked: CompileRequest, rng: random.Random) -> CompileRequest:
+    """Remove most places of a home from a first state: a few random ones are left, some of a kind that M names, and one
+    of the goal's kind."""
+    places, errand = listed_places(asked.observation), read_errand(asked.goal)
+    named = {kind_of(fact.place) for entry in asked.memory for fact in READER.facts(entry.provenance.actions)}
+    left = set(rng.sample(places, min(len(places), rng.randint(2, 5))))
+    left |= {place for place in places if kind_of(place) in named and rng.random() < 0.5}
+    targets = [place for place in places if errand and kind_of(place) == errand.target]
+    left |= {rng.choice(targets)} if targets else set()
+    listed = enumerated([f"a {place}" for place in places if place in left][:MOST_PLACES])
+    view = f"You are in the middle of a room. Looking quickly around you, you see {listed}."
+    state = BriefState(asked.goal)
+    for key, value in place_notes(view):
+        state = state.apply(Create(key, value))
+    return replace(asked, observation=view, state=state)
 
 
 @dataclass(frozen=True)
@@ -366,21 +402,26 @@ class EpisodeStates:
             for states in recorded_states(self.make_env, specs, self.seed, compiler, self.level)
         ]
 
-    def first_states(self, k: int) -> list[EncodedEpisode]:
-        """Return 16 first states behind the first k entries of every n-th game's M, with the teacher's emissions: those
+    def asked(self, stage: str) -> list[EncodedEpisode]:
+        """Return 16 first states behind every n-th game's M, with the teacher's emissions, as a stage reads them: those
         of an M are encoded as the states of an episode."""
-        remembering = [spec for spec in self.specs if spec.memory]
-        some = evenly(remembering, GAMES, self.seed)
-        return [self._behind(spec, k) for spec in tqdm(some, "memories to ask", unit="memory")]
+        some = evenly([spec for spec in self.specs if spec.memory], GAMES, self.seed)
+        return [self._behind(spec, stage) for spec in tqdm(some, f"memories to ask for {stage}", unit="memory")]
 
     @cached_property
     def _firsts(self) -> list[FirstState]:
         played = recorded_states(self.make_env, self.specs, self.seed, steps=1)
         return [FirstState.of(states[0].request) for states in played]
 
-    def _behind(self, spec: EpisodeSpec, k: int) -> EncodedEpisode:
-        rng = random.Random(f"{self.seed} {spec.task.id} {k}")
-        requests = first_requests(spec.memory[:k], self._firsts, rng)
+    def _behind(self, spec: EpisodeSpec, stage: str) -> EncodedEpisode:
+        rng, memory = random.Random(f"{self.seed} {spec.task.id} {stage}"), spec.memory
+        if stage != COMMANDS:
+            memory = tuple(rng.sample(memory, rng.randint(1, len(memory))))
+        requests = first_requests(memory, self._firsts, rng)
+        if stage == KINDS:
+            requests = [replace(asked, state=BriefState(asked.goal), observation="") for asked in requests]
+        elif stage == SMALL_HOMES:
+            requests = [in_small_home(asked, rng) for asked in requests]
         said = CommandTeacher(reader=READER).compile(requests, [EpisodeContext(None)] * len(requests))
         states = [State(each, made.text) for each, made in zip(requests, said, strict=True)]
         return encode_episode(self.backbone, states)
