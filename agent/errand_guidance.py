@@ -4,7 +4,8 @@ What is due follows from the goal's subgoals, which the Brief State holds. Its f
 environment's (`env.notes_places`):
 
     places: desk 1, shelf 2, ...                the first place of each kind, as the first view lists them
-    unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen
+    unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen; the environment notes the first
+                                                of each kind and those in front of the agent
     holding: mug 1
     mug: shelf 2, countertop, desk              where to look for a mug: places where one was seen or, by M's entries of
                                                 this scene, was found; without such entries the kinds of places where

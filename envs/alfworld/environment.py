@@ -188,7 +188,8 @@ class AlfworldSettings(EnvSettings):
     """Words of commands and answers: each game's own, alfworld 0.4's (`move mug 1 to desk 1`), or those before 0.4
     (`put mug 1 in/on desk 1`), which older papers and few-shot examples have."""
     notes_places: bool = False
-    """The environment notes the places that the first view lists, those not searched yet, and what is in hand."""
+    """The environment notes the first place of each kind, the first of each that was not searched yet, and what is in
+    hand."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one game's world, for memory.protocol living."""
 

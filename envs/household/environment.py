@@ -1,6 +1,6 @@
 """Household environment: episodes of the engine, and generated homes with settings and spec."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Command, Engine
-from envs.household.errands import REFUSED, changed_notes, place_notes
+from envs.household.errands import REFUSED, UNSEARCHED, changed_notes, next_places, place_notes, places_in_front
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.sequences import SequenceSettings, sequences
@@ -47,8 +47,8 @@ class EngineEnvironment:
     As in ALFWorld, the answer to an impossible command is "Nothing happens.".
 
     Args:
-        notes_places: keep three beliefs up to date in the agent's Brief State: the first place of each kind, the places
-            not searched yet, and the thing in hand.
+        notes_places: keep three beliefs up to date in the agent's Brief State: the first place of each kind, the first
+            of each kind that was not searched yet (`next_places`), and the thing in hand.
     """
 
     name = "household"
@@ -66,7 +66,8 @@ class EngineEnvironment:
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
-        self._notes: dict[str, str] = {}  # values of the beliefs of `notes_places`, by key
+        self._notes: dict[str, str] = {}  # values of the beliefs of `notes_places`, by key, with all unsearched places
+        self._shown: dict[str, str] = {}  # as the agent has them
         self._plan: list[str] | None = None  # rest of the expert's plan, while the episode follows it
         self._renderer: Renderer | None = None
 
@@ -109,7 +110,8 @@ class EngineEnvironment:
         success = progress == 1.0
         observation = self._observe(text)
         if self._notes_places:
-            observation = self._noting(observation, changed_notes(self._notes, action, text))
+            self._notes |= changed_notes(self._notes, action, text)
+            observation = self._noting(observation, places_in_front(action, text))
         return Transition(observation, progress, success, done=success)
 
     def expert(self) -> list[str] | None:
@@ -156,13 +158,20 @@ class EngineEnvironment:
         return None if self._marked is None else next(iter(self.game.places(self._marked, self.state)), None)
 
     def _first(self, text: str) -> Observation:
-        observation = self._observe(text)
-        return self._noting(observation, self._notes | dict(place_notes(text))) if self._notes_places else observation
+        if not self._notes_places:
+            return self._observe(text)
+        self._notes |= place_notes(text)
+        self._shown = {}
+        return self._noting(self._observe(text), in_front=())
 
-    def _noting(self, observation: Observation, notes: Mapping[str, str]) -> Observation:
-        """Keep notes, and give them to the agent with the observation."""
-        self._notes |= notes
-        return replace(observation, beliefs=tuple(notes.items()))
+    def _noting(self, observation: Observation, in_front: Collection[str]) -> Observation:
+        """Give the agent the notes that have changed with the observation."""
+        shown = dict(self._notes)
+        if listed := shown.get(UNSEARCHED):
+            shown[UNSEARCHED] = ", ".join(next_places(listed.split(", "), in_front))
+        changed = {key: value for key, value in shown.items() if value != self._shown.get(key)}
+        self._shown = shown
+        return replace(observation, beliefs=tuple(changed.items()))
 
     def _observe(self, text: str) -> Observation:
         engine, state = self._live()
@@ -217,7 +226,8 @@ class HouseholdSettings(EnvSettings):
     wandering_objects: int = Field(default=3, ge=0)
     """Things per home whose place differs in each episode."""
     notes_places: bool = False
-    """The environment notes the places that the first view lists, those not searched yet, and what is in hand."""
+    """The environment notes the first place of each kind, the first of each that was not searched yet, and what is in
+    hand."""
     sequences: SequenceSettings = SequenceSettings()
     """Consecutive tasks in one home, for memory.protocol living."""
 

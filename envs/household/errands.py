@@ -6,7 +6,7 @@ in views: `cabinet 3`, `mug 1`.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from envs.household.command_reader import PUT, TAKE, TREAT, USE
@@ -145,6 +145,24 @@ def place_notes(text: str) -> tuple[tuple[str, str], ...]:
     first = {kind_of(place): place for place in reversed(places)}
     unsearched = sorted(places, key=lambda place: counts[kind_of(place)])
     return ((PLACES, ", ".join(first[kind] for kind in counts)), (UNSEARCHED, ", ".join(unsearched))) if places else ()
+
+
+def next_places(unsearched: Sequence[str], in_front: Collection[str]) -> list[str]:
+    """Select the places to search next, in their order: the first of each kind, and those in front of the agent."""
+    listed, kinds = list[str](), set[str]()
+    for place in unsearched:
+        if place in in_front:
+            listed.append(place)
+        elif kind_of(place) not in kinds:
+            listed.append(place)
+            kinds.add(kind_of(place))
+    return listed
+
+
+def places_in_front(command: str, answer: str) -> set[str]:
+    """Name the places that may be in front of the agent after a command."""
+    view = read_view(answer)
+    return {view.place, *view.facing, place_of(command)}
 
 
 def changed_notes(notes: Mapping[str, str], command: str, answer: str) -> dict[str, str]:
