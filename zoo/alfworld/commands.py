@@ -40,7 +40,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.leads import scene_of
 from agent.records import EpisodeContext
-from compiler.brief_state import BriefState, Create
+from compiler.brief_state import BriefState
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from configs.evaluation import EvalMemoryConfig
@@ -114,12 +114,10 @@ def train_compiler(
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
     parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
-    if not stages.finished(work / KINDS):
-        batches = [EpisodeBatches(tokenizer, (part.asked(KINDS),), MEMORIES) for part in parts]
-        model = _train(model, work, KINDS, seed, kind_steps, batches, rate)
-    if not stages.finished(work / SMALL_HOMES):
-        batches = [EpisodeBatches(tokenizer, (part.asked(SMALL_HOMES),), MEMORIES) for part in parts]
-        model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
+    for name, count in ((KINDS, kind_steps), (SMALL_HOMES, small_steps)):
+        if not stages.finished(work / name):
+            batches = [EpisodeBatches(tokenizer, (part.asked(name),), MEMORIES) for part in parts]
+            model = _train(model, work, name, seed, count, batches, rate)
     firsts = [] if stages.finished(work / OWN_STATES) else [part.asked(COMMANDS) for part in parts]
     if not stages.finished(work / COMMANDS):
         played = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
@@ -377,10 +375,7 @@ def in_small_home(asked: CompileRequest, rng: random.Random) -> CompileRequest:
     left |= {rng.choice(targets)} if targets else set()
     listed = enumerated([f"a {place}" for place in places if place in left][:MOST_PLACES])
     view = f"You are in the middle of a room. Looking quickly around you, you see {listed}."
-    state = BriefState(asked.goal)
-    for key, value in place_notes(view):
-        state = state.apply(Create(key, value))
-    return replace(asked, observation=view, state=state)
+    return replace(asked, observation=view, state=BriefState(asked.goal).noting(place_notes(view)))
 
 
 @dataclass(frozen=True)
