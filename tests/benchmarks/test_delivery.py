@@ -259,7 +259,7 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path, tmp_path: Path) -> None:
     """In a process of its own: the engines end with it."""
     pytest.importorskip("vllm")

@@ -183,7 +183,7 @@ def test_malformed_emissions_give_no_row(whole, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 @vllm_engines.marks[-1]
 def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, monkeypatch):
     """A tiny model with random weights behind vLLM's own server, as teacher of two tasks."""

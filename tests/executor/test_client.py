@@ -254,7 +254,7 @@ def test_only_loopback_is_served(host: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 @vllm_engines.marks[-1]
 def test_the_real_server_acts_as_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
@@ -300,7 +300,7 @@ def test_the_real_server_acts_as_hugging_face(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 @vllm_engines.marks[-1]
 def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With picture and soft tokens, with one of them, with none."""

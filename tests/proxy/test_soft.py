@@ -85,7 +85,7 @@ def test_the_upstream_reads_the_prompt_of_the_built_in_executor(tmp_path: Path, 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 @vllm_engines.marks[-1]
 def test_a_vllm_server_answers_the_proxy_as_it_answers_the_built_in_executor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -282,7 +282,7 @@ def test_the_largest_models_that_fit_are_chosen_and_fit_as_the_plan_says(gib: fl
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_slices_have_the_loss_of_whole_models(tmp_path: Path) -> None:
     """By torchrun, two processes on this CPU, as on two GPUs."""
     fsdp = next(part for part in PARTS if part.name == "fsdp")
@@ -294,7 +294,7 @@ def test_slices_have_the_loss_of_whole_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 @pytest.mark.vllm
 def test_vllm_says_what_pytorch_says(tmp_path: Path) -> None:
     pytest.importorskip("vllm")

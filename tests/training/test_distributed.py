@@ -122,13 +122,13 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("replicated", "fsdp"))
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_accelerate_launch_is_torchrun_and_ranks_share_out_the_episodes_of_a_task_and_of_held_out_ones(alone, tmp_path):
     """The group of a task that two ranks play is whole."""
     done = torchrun(tmp_path, "replicated", "sft,shared,evaluated", ACCELERATE)
@@ -168,13 +168,13 @@ def test_ranks_that_would_idle_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_two_ranks_of_deepspeed_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("zero2", "zero3"))
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.engine
 def test_a_killed_rank_ends_the_run_and_the_run_resumes(alone, tmp_path):
     assert torchrun(tmp_path, "fsdp", "killed").returncode != 0
     kept = [p.name for p in checkpoint.checkpoints(tmp_path / "fsdp" / "sft" / "checkpoints")]

@@ -19,7 +19,7 @@ from envs.alfworld.export import export_split
 from envs.household.command_reader import AlfworldReader
 from envs.household.engine import enumerated
 from envs.household.environment import HouseholdEnvironment
-from envs.household.errands import kind_of, listed_places, place_notes
+from envs.household.errands import kind_of, listed_places, place_notes, shown_notes
 from lm.attention import SHARED
 from lm.backbone import Backbone, load_backbone
 from memory.entry import MemoryEntry, Provenance
@@ -134,7 +134,7 @@ def test_a_memory_is_asked_for_what_it_knows_and_for_what_it_does_not_with_first
     of = lambda scenes, thing: [
         r for r in drawn if (r.goal[3:14] == "FloorPlan2:") == scenes and f" {thing} " in r.goal
     ]
-    assert len(drawn) == commands.STATES and all(request.memory == known for request in drawn)
+    assert len(drawn) == commands.ASKED_OF and all(request.memory == known for request in drawn)
     assert len(of(True, "mug")) >= 1 and len(of(True, "pan")) >= 1  # there is one of each
     assert len(of(False, "mug")) >= 3 and len(of(False, "pan")) >= 2
 
@@ -150,7 +150,8 @@ def test_a_small_home_has_the_goal_s_place_and_its_notes_are_those_of_its_view()
         places = listed_places(small.observation)
         assert "cabinet" in {kind_of(place) for place in places} and len(places) <= commands.MOST_PLACES
         assert [place for place in names if place in places] == places  # in their order
-        assert place_notes(small.observation) == tuple((b.key, b.value) for b in small.state.beliefs)
+        notes = shown_notes(dict(place_notes(small.observation)), in_front=())
+        assert notes == {note.key: note.value for note in small.state.beliefs}
         shelves += sum(kind_of(place) == "shelf" for place in places)
     assert 20 < shelves < 120  # each of the nine, a kind that M names, is left in about half of the homes
 

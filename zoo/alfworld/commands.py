@@ -47,7 +47,15 @@ from configs.evaluation import EvalMemoryConfig
 from data_gen.recall_mix import RecallMix
 from envs.alfworld.environment import AlfworldSettings
 from envs.household.engine import enumerated
-from envs.household.errands import kind_of, kind_of_episode, listed_places, place_notes, read_errand, steps_of
+from envs.household.errands import (
+    kind_of,
+    kind_of_episode,
+    listed_places,
+    place_notes,
+    read_errand,
+    shown_notes,
+    steps_of,
+)
 from executor.prompt import ExecutorRequest
 from executor.records import Action, ExecutorView, Grounding
 from lm.backbone import Backbone
@@ -67,12 +75,13 @@ BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
-STATES = 16  # most states of an episode in a batch
-RATE = 1e-3
+ASKED_OF = 16  # first states that are asked of an M
+STATES = 8  # most states of an episode in a batch: more episodes teach more than more states of one
+RATE = 2e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 KINDS, SMALL_HOMES, COMMANDS, OWN_STATES, SUBGOALS = "kinds", "small_homes", "commands", "own_states", "subgoals"
 STAGES = (KINDS, SMALL_HOMES, COMMANDS, OWN_STATES)
-MEMORIES = 6  # per batch of the first two stages
+MEMORIES = 10  # per batch of the first two stages
 MOST_PLACES = 12  # of a small home
 ASKED = {(True, True): 4, (False, True): 3, (True, False): 2, (False, False): 2}
 """First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
@@ -86,10 +95,10 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    kind_steps: int = 150,
+    kind_steps: int = 200,
     small_steps: int = 300,
     steps: int = 600,
-    rows: int = 2,
+    rows: int = 4,
     base: Path = BASE,
     rate: float = RATE,
     own_games: int = OWN_GAMES,
@@ -101,9 +110,10 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         kind_steps, small_steps, steps: optimizer steps of the first three stages.
-        rows: episodes per batch of the third stage, of up to `STATES` states each; those of the last have one more.
+        rows: episodes per batch of the third stage, of up to `STATES` states each; those of the last have half as many
+            more.
         base: folder of the compiler base.
-        rate: peak learning rate; half of it in the stage of own states.
+        rate: peak learning rate of the first two stages; half of it in the third, a quarter in the last.
         own_games: number of train games that the compiler plays.
         own_steps: optimizer steps on the states that it reached.
         engine: what plays their games; vLLM is four times as fast.
@@ -122,7 +132,7 @@ def train_compiler(
     if not stages.finished(work / COMMANDS):
         played = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(played, firsts, strict=True)]
-        model = _train(model, work, COMMANDS, seed, steps, batches, rate)
+        model = _train(model, work, COMMANDS, seed, steps, batches, rate / 2)
     if not stages.finished(work / OWN_STATES):
         save(work / "player", model, tokenizer)
         player = load_text_compiler(str(work / "player"), engine=engine)
@@ -131,8 +141,8 @@ def train_compiler(
         taught, played = [states.play() for states in games_of], [states.play(player) for states in games_of]
         del player
         sources = zip(taught, played, firsts, strict=True)
-        batches = [EpisodeBatches(tokenizer, of, rows + 1) for of in sources]
-        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 2)
+        batches = [EpisodeBatches(tokenizer, of, rows + rows // 2) for of in sources]
+        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 4)
     settings = {
         "seed": seed,
         "games": games,
@@ -170,7 +180,7 @@ def train_subgoal_compiler(
         parts = [spec for i, spec in enumerate(specs) if i % EXAM_OF], specs[::EXAM_OF]
         played = [EpisodeStates(make_env, of, seed, backbone, "subgoal") for of in parts]
         batches = [EpisodeBatches(tokenizer, (states.play(),), rows) for states in played]
-        model = _train(model, work, SUBGOALS, seed, steps, batches, RATE / 2)
+        model = _train(model, work, SUBGOALS, seed, steps, batches, RATE / 4)
     else:
         model = LlamaForCausalLM.from_pretrained(work / SUBGOALS, dtype=torch.float32)
     settings = {"seed": seed, "games": games, "steps": steps, "rows": rows, "base": str(base)}
@@ -348,7 +358,7 @@ class FirstState:
 def first_requests(
     memory: Sequence[MemoryEntry], asked: Sequence[FirstState], rng: random.Random
 ) -> list[CompileRequest]:
-    """Draw `STATES` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
+    """Draw `ASKED_OF` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
     kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
     scenes = {entry.provenance.scene for entry in memory}
     needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
@@ -360,7 +370,7 @@ def first_requests(
     for known, most in ASKED.items():
         group = groups.get(known, [])
         drawn += rng.sample(group, min(most, len(group)))
-    drawn += rng.sample(asked, min(STATES - len(drawn), len(asked)))
+    drawn += rng.sample(asked, min(ASKED_OF - len(drawn), len(asked)))
     return [replace(first.request, memory=tuple(memory)) for first in drawn]
 
 
@@ -375,7 +385,8 @@ def in_small_home(asked: CompileRequest, rng: random.Random) -> CompileRequest:
     left |= {rng.choice(targets)} if targets else set()
     listed = enumerated([f"a {place}" for place in places if place in left][:MOST_PLACES])
     view = f"You are in the middle of a room. Looking quickly around you, you see {listed}."
-    return replace(asked, observation=view, state=BriefState(asked.goal).noting(place_notes(view)))
+    notes = shown_notes(dict(place_notes(view)), in_front=())
+    return replace(asked, observation=view, state=BriefState(asked.goal).noting(notes.items()))
 
 
 @dataclass(frozen=True)
