@@ -50,11 +50,11 @@ quickstart: $(CORE)  ## install missing packages, then run the quickstart (resul
 alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
 	.venv/bin/memcompiler quickstart -c alfworld --out "$(if $(filter file,$(origin OUT)),out/alfworld,$(OUT))" $(ARGS)
 
-BESIDE = -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 test: $(TEST) $(OPENENV) $(MEM0) test-beside test-engines test-alone  ## install missing packages, then run all tests
 
 # Two test files at a time, those with the most slow tests first; then, in processes of their own, tests that start
 # engines or ranks; then, one after another, those that start nodes. If ARGS selects no tests of a part, its status is 5.
+BESIDE = -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 test-beside: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m "not (engine or alone)" $(BESIDE) || [ $$? -eq 5 ]
 

