@@ -52,8 +52,8 @@ alfworld: $(CORE)  ## run the quickstart on real ALFWorld games ($ALFWORLD_DATA;
 
 test: $(TEST) $(OPENENV) $(MEM0) test-beside test-engines test-alone  ## install missing packages, then run all tests
 
-# Two test files at a time, those with the most slow tests first; then, in processes of their own, tests that start
-# engines or ranks; then, one after another, those that start nodes. If ARGS selects no tests of a part, its status is 5.
+# First most tests, two files at a time, those with the most slow tests first. Then the tests marked `engine`, two files
+# at a time in new processes. Last the tests marked `alone`, one by one. A part without tests of ARGS exits with 5.
 BESIDE = -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 test-beside: $(TEST) $(OPENENV) $(MEM0)
 	.venv/bin/pytest -m "not (engine or alone)" $(BESIDE) || [ $$? -eq 5 ]

@@ -75,7 +75,7 @@ UNREAD: Any = {
 
 
 REPLAYS: dict[str, Replay] = {}
-"""Replays by function and settings; to be emptied where a name stands for another model than before."""
+"""Results of finished replays, by function and settings."""
 
 
 def cached_by_settings(function: Callable[P, Replay]) -> Callable[P, Replay]:

@@ -160,7 +160,7 @@ def next_places(unsearched: Sequence[str], in_front: Collection[str]) -> list[st
 
 
 def shown_notes(notes: Mapping[str, str], in_front: Collection[str]) -> dict[str, str]:
-    """Return an environment's notes as an agent sees them: only the next places of those that were not searched."""
+    """Return a copy of an environment's notes whose list `unsearched` has only the places to search next."""
     listed = notes.get(UNSEARCHED, "")
     shown = {UNSEARCHED: ", ".join(next_places(listed.split(", "), in_front))} if listed else {}
     return {**notes, **shown}

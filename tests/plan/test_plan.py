@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from configs.training import GrpoConfig, SftConfig
 from lm import architecture
 from lm.architecture import cache_bytes_per_token, model_config, weight_bytes
 from memcompiler.cli import app
+from plan import replay
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
 from plan.command import load_any
 from plan.models import ShapedBackbone
-from plan.replay import REPLAYS, Replay, replay_sft
+from plan.replay import Replay, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import HOST, _trainer, plan, plans, remedy
 from runtime.progress import disable_library_progress_bars
@@ -57,18 +57,14 @@ SHALLOW: dict[str, Any] = {
 
 
 @pytest.fixture
-def shallow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The shipped architectures with few layers: a plan runs them all, one after another."""
+def shallow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the shipped architectures few layers, because a plan runs the code of every layer."""
     for config in architecture.KNOWN.rglob("config.json"):
         copy = tmp_path / "known" / config.relative_to(architecture.KNOWN)
         copy.parent.mkdir(parents=True)
         copy.write_text(json.dumps(cut(json.loads(config.read_text()))))
     monkeypatch.setattr(architecture, "KNOWN", tmp_path / "known")
-    kept = dict(REPLAYS)
-    REPLAYS.clear()
-    yield
-    REPLAYS.clear()
-    REPLAYS.update(kept)
+    monkeypatch.setattr(replay, "REPLAYS", {})  # those by the same names are of whole models
 
 
 def cut(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,16 +126,16 @@ def test_an_sft_step_of_smollm2_by_hand():
     """Trained are LoRA of rank 16 on q (576 -> 576) and v (576 -> 192) of 30 layers, and the projector 576 -> 2 * 576
     with bias: 30 * 16 * (2 * 576 + 576 + 192) + 577 * 1152 = 921,600 + 664,704 parameters in fp32."""
     config = load_config(SftConfig, "sft/paper", [f"compiler.model={SMOL}", f"executor.model={SMOL}"])
-    replay = replay_sft(config, SHORT, 1)
-    assert replay.trained == 1_586_304
-    assert replay.held["gradients"] == 4 * 1_586_304 and replay.held["moments"] == 8 * 1_586_304
-    assert replay.weights == pytest.approx(2 * 2 * 134_515_008 + 4 * 1_586_304, rel=1e-4)
+    made = replay_sft(config, SHORT, 1)
+    assert made.trained == 1_586_304
+    assert made.held["gradients"] == 4 * 1_586_304 and made.held["moments"] == 8 * 1_586_304
+    assert made.weights == pytest.approx(2 * 2 * 134_515_008 + 4 * 1_586_304, rel=1e-4)
     # A forward pass: two FLOPs for each weight in a product and token; attention comes on top.
     layer = 576 * (576 + 192 + 192 + 576) + 3 * 576 * 1536
     lora = 16 * (2 * 576 + 576 + 192)
     read = SHORT.prompt + SHORT.emission + 16
     products = 2 * read * 30 * (layer + lora) + 2 * SHORT.emission * 576 * 49152 + 2 * 16 * 576 * 1152
-    assert products <= replay.flops["compiler forward"] <= 1.05 * products
+    assert products <= made.flops["compiler forward"] <= 1.05 * products
 
 
 def test_backends_share_out_what_they_say_they_do():
@@ -314,17 +310,13 @@ def test_an_executor_that_is_quantised_takes_what_its_linear_layers_are_left_wit
     """Qwen2.5-14B, by hand: what is not a linear layer of a block stays in bfloat16."""
     model = "Qwen/Qwen2.5-14B-Instruct"
     config = load_config(EvalConfig, None, [f"executor.model={model}", "deliveries=[none]", "executor.batch_size=1"])
-    weights = {
-        bits: plan(_changed(config, bits), Lengths(), H100, 1).budgets[0].weights for bits in (None, "8bit", "4bit")
-    }
+    plans = {bits: plan(_changed(config, bits), Lengths(), H100, 1) for bits in (None, "8bit", "4bit")}
+    weights, layers = {bits: made.budgets[0].weights for bits, made in plans.items()}, SHALLOW["num_hidden_layers"]
     rows = 5120 + 2 * 1024 + 5120 + 2 * 13824 + 5120  # q, k and v, o, gate and up, down
     numbers = 5120 * (5120 + 2 * 1024 + 5120 + 2 * 13824) + 13824 * 5120
-    assert weights[None] - weights["8bit"] == SHALLOW["num_hidden_layers"] * (numbers - 4 * rows)
-    assert weights[None] - weights["4bit"] == pytest.approx(
-        SHALLOW["num_hidden_layers"] * numbers * (2 - 0.5 - 1 / 64 - 1 / 4096)
-    )
-    needs = {bits: plan(_changed(config, bits), Lengths(), H100, 1).needs() for bits in (None, "8bit")}
-    between = Gpu("", (needs[None] + needs["8bit"]) / 2)
+    assert weights[None] - weights["8bit"] == layers * (numbers - 4 * rows)
+    assert weights[None] - weights["4bit"] == pytest.approx(layers * numbers * (2 - 0.5 - 1 / 64 - 1 / 4096))
+    between = Gpu("", (plans[None].needs() + plans["8bit"].needs()) / 2)
     assert remedy(config, Lengths(), between, 1) == ["executor.quantize=8bit"]
 
 

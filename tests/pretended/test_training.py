@@ -102,7 +102,7 @@ def test_an_update_on_the_same_samples_is_the_cpu_s(kind: str, tmp_path: Path) -
     assert_close(grpo_trainers.trainable(here), grpo_trainers.trainable(on_cpu))
 
 
-@pytest.mark.parametrize("kind", list(GRPO)[:1])
+@pytest.mark.parametrize("kind", GRPO)
 def test_grpo_plays_learns_and_resumes_to_the_same_weights(kind: str, tmp_path: Path) -> None:
     short = {"updates": 2, "save_every": 1, "tasks": 1}
     make = lambda name: grpo_trainers.trainer(tmp_path / name, device="cuda", **short, **GRPO[kind])

@@ -170,15 +170,15 @@ def test_after_kill_minus_9_a_run_that_validates_ends_as_if_nothing_had_been(tmp
         "sft/quickstart",
         f"rows={tmp_path / 'rows'}",
         "allow_leakage=true",
-        "max_steps=12",
+        "max_steps=24",
         "batch_size=4",
-        "save_every=4",
+        "save_every=7",
         "validation={share: 0.2, every: 2, patience: 3}",
     ]
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr[-3000:]
     kill_after(2, common, tmp_path / "killed")
-    kill_after(6, common, tmp_path / "killed")
+    kill_after(9, common, tmp_path / "killed")
     resumed = memcompiler(*common, "--out", str(tmp_path / "killed"))
     assert resumed.returncode == 0 and "resumed at step" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
     found = {run: checkpoint.find(tmp_path / run) for run in ("whole", "killed")}

@@ -134,7 +134,7 @@ def test_a_memory_is_asked_for_what_it_knows_and_for_what_it_does_not_with_first
     of = lambda scenes, thing: [
         r for r in drawn if (r.goal[3:14] == "FloorPlan2:") == scenes and f" {thing} " in r.goal
     ]
-    assert len(drawn) == commands.ASKED_OF and all(request.memory == known for request in drawn)
+    assert len(drawn) == commands.QUESTIONS and all(request.memory == known for request in drawn)
     assert len(of(True, "mug")) >= 1 and len(of(True, "pan")) >= 1  # there is one of each
     assert len(of(False, "mug")) >= 3 and len(of(False, "pan")) >= 2
 

@@ -75,8 +75,8 @@ BASE = Path("zoo/alfworld/compiler")
 EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
-ASKED_OF = 16  # first states that are asked of an M
-STATES = 8  # most states of an episode in a batch: more episodes teach more than more states of one
+QUESTIONS = 16  # first states that are asked of an M
+STATES = 8  # most states of an episode in a batch; with 16, half as many episodes fit and it learned more slowly
 RATE = 2e-3
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 KINDS, SMALL_HOMES, COMMANDS, OWN_STATES, SUBGOALS = "kinds", "small_homes", "commands", "own_states", "subgoals"
@@ -110,8 +110,7 @@ def train_compiler(
     Args:
         games: number of train games (default: all).
         kind_steps, small_steps, steps: optimizer steps of the first three stages.
-        rows: episodes per batch of the third stage, of up to `STATES` states each; those of the last have half as many
-            more.
+        rows: episodes per batch of the third stage, of up to `STATES` states each; 1.5 times as many in the last.
         base: folder of the compiler base.
         rate: peak learning rate of the first two stages; half of it in the third, a quarter in the last.
         own_games: number of train games that the compiler plays.
@@ -358,7 +357,7 @@ class FirstState:
 def first_requests(
     memory: Sequence[MemoryEntry], asked: Sequence[FirstState], rng: random.Random
 ) -> list[CompileRequest]:
-    """Draw `ASKED_OF` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
+    """Draw `QUESTIONS` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
     kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
     scenes = {entry.provenance.scene for entry in memory}
     needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
@@ -370,7 +369,7 @@ def first_requests(
     for known, most in ASKED.items():
         group = groups.get(known, [])
         drawn += rng.sample(group, min(most, len(group)))
-    drawn += rng.sample(asked, min(ASKED_OF - len(drawn), len(asked)))
+    drawn += rng.sample(asked, min(QUESTIONS - len(drawn), len(asked)))
     return [replace(first.request, memory=tuple(memory)) for first in drawn]
 
 
