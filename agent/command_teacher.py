@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from agent.errand_guidance import GO, OPEN, Due, Errands, Notes, answered
 from agent.expert import ExpertTeacher
-from agent.leads import Lead, find_leads, find_random_lead, rationales, scene_of
+from agent.leads import Lead, find_facts, find_random_lead, rationales, scene_of
 from agent.recipe_guidance import recipe_emission
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import BriefState
@@ -73,8 +73,9 @@ class CommandTeacher:
         if errand is None:
             return Emission(), False
         state = request.state
-        notes, by_kinds = Notes(state or BriefState(request.goal)), self.entry == "right"
-        errands = Errands(errand, request.memory, scene_of(request.goal), self._leads(request), by_kinds)
+        notes = Notes(state or BriefState(request.goal))
+        scene, by_kinds = scene_of(request.goal), self.reader.scenes_alike
+        errands = Errands(errand, request.memory, scene, self._leads(request), by_kinds)
         if state is None:  # past answers are not known: every command counts as done
             for command in ("", *request.history[:-1]):
                 errands.note(notes, answered(command, ""))
@@ -88,10 +89,10 @@ class CommandTeacher:
         return Emission(guidance, due.reason, ops), due.at_hand
 
     def _leads(self, request: CompileRequest) -> Callable[[str, str], Sequence[Lead]]:
-        """Return the function that lists the places that M names for a need."""
+        """Return the function that lists where M's entries met a need."""
         goal, memory = request.goal, request.memory
         if self.entry == "right":
-            return partial(find_leads, self.reader, goal, memory)
+            return partial(find_facts, self.reader, goal, memory)
         if self.entry == "random":
             return partial(find_random_lead, self.reader, goal, memory, seed=self.seed)
         return no_leads

@@ -7,9 +7,10 @@ environment's (`env.notes_places`):
     unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen; the environment notes the first
                                                 of each kind and those in front of the agent
     holding: mug 1
-    mug: shelf 2, countertop, desk              where to look for a mug: places where one was seen or, by M's entries of
-                                                this scene, was found; without such entries the kinds of places where
-                                                other scenes had one, in the order of `unsearched`
+    mug: shelf 2, countertop                    where to look for a mug: places where one was seen, and a kind of place
+                                                where M's entries found one: one without a door if there is one, and of
+                                                several the first by name, so that a compiler need not find the first in
+                                                M; in environments whose scenes differ, M's places of this scene instead
     cabinet: cabinet 2                          where the first of two things was put
     example: FloorPlan3                         the scene of M's first successful episode of this kind of errand, whose
                                                 routine is followed; "none" without one
@@ -44,11 +45,12 @@ from envs.household.errands import (
     steps_of,
     taken_thing,
 )
+from envs.household.vocabulary import OPENABLE
 from memory.entry import MemoryEntry
 
 EXAMPLE = "example"
 NONE, NAMELESS = "none", "an episode"  # examples: there is none, or its scene has no name
-MOST = 2  # places, and kinds of places, that are noted for a thing
+MOST = 2  # places of this scene that are noted for a thing at first
 GO, OPEN = "go to ", "open "
 SHOWN_BY = {"find": "take"}  # the step that shows a subgoal, where it has another verb
 
@@ -137,8 +139,8 @@ class Errands:
     Args:
         memory: entries; those of successful episodes of the errand's kind show its routine.
         scene: the goal's scene, "" without one.
-        leads: returns the places that M names for a need ("find mug"), given a text that names the scene's places.
-        by_kinds: search first where M's entries found things, by kinds of places.
+        leads: returns where M's entries met a need ("find mug"), given a text that names the scene's places.
+        by_kinds: things are in alike places in all scenes, so M tells kinds of places.
     """
 
     errand: Errand
@@ -178,9 +180,9 @@ class Errands:
         for key, listed in place_notes(text) if notes.state.belief(PLACES) is None else ():
             notes.put_places(key, listed.split(BETWEEN))
         for thing in self._things():
-            named = [lead for lead in self.leads(f"find {thing}", text) if lead.place in places]
-            own = [lead.place for lead in named if lead.fact.place == lead.place and lead.scene == self.scene]
-            notes.put_places(thing, own[:MOST] or self._kinds(named, notes.places(UNSEARCHED))[:MOST])
+            told = dict.fromkeys(lead.place for lead in self.leads(f"find {thing}", text))
+            kinds = sorted(map(kind_of, told), key=lambda kind: (kind in OPENABLE, kind))
+            notes.put_places(thing, kinds[:1] if self.by_kinds else [place for place in told if place in places][:MOST])
 
     def _note_example(self, notes: Notes) -> None:
         """Note the first example, unless one is noted."""
@@ -292,13 +294,8 @@ class Errands:
         if place in named:
             return Due(f"{GO}{place}", self._why_there(thing, place))
         kind = kind_of(place)
-        elsewhere, not_seen = f"the {thing} was in {kind} elsewhere", f"the {thing} was not seen so far"
-        return Due(f"{GO}{place}", elsewhere if kind in to_look else not_seen)
-
-    def _kinds(self, leads: Sequence[Lead], unsearched: Sequence[str]) -> list[str]:
-        """List the kinds of places that leads name, in the order of the places that were not searched."""
-        kinds = {kind_of(lead.fact.place) for lead in leads} if self.by_kinds else set[str]()
-        return [kind for kind in dict.fromkeys(map(kind_of, unsearched)) if kind in kinds]
+        before, not_seen = f"the {thing} was in {kind} before", f"the {thing} was not seen so far"
+        return Due(f"{GO}{place}", before if kind in to_look else not_seen)
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}

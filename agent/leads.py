@@ -71,6 +71,17 @@ def find_leads(
     return list(ranked.values())
 
 
+def find_facts(
+    reader: CommandReader, goal: str, memory: Sequence[MemoryEntry], need: str, known_places: str
+) -> list[Lead]:
+    """List where M's entries met the need, in M's order: those of this scene, or all where scenes are alike."""
+    return [
+        Lead(fact.place, entry.provenance.scene, fact)
+        for entry, fact in answers(reader, memory, need)
+        if reader.scenes_alike or of_scene(goal, entry)
+    ]
+
+
 def find_random_lead(
     reader: CommandReader, goal: str, memory: Sequence[MemoryEntry], need: str, known_places: str, seed: int
 ) -> list[Lead]:

@@ -128,15 +128,12 @@ def test_a_memory_is_asked_for_what_it_knows_and_for_what_it_does_not_with_first
     did = ("take mug 1 from shelf 1", "move mug 1 to cabinet 1")
     known = (MemoryEntry("", "", Provenance("", "FloorPlan2", "put a mug in cabinet", "train", True, did)),)
     goals = [f"in FloorPlan{scene}: put a {thing} in cabinet" for scene in range(1, 21) for thing in ("mug", "pan")]
-    goals += ["in FloorPlan2: look at the mug under the desklamp"]
+    goals += [f"in FloorPlan{scene}: cool some mug and put it in cabinet" for scene in range(1, 21)]
     asked = [commands.FirstState.of(CompileRequest(goal, (), None, "a view")) for goal in goals]
     drawn = commands.first_requests(known, asked, random.Random(0))
-    of = lambda scenes, thing: [
-        r for r in drawn if (r.goal[3:14] == "FloorPlan2:") == scenes and f" {thing} " in r.goal
-    ]
+    of = lambda words: sum(words in request.goal for request in drawn)
     assert len(drawn) == commands.QUESTIONS and all(request.memory == known for request in drawn)
-    assert len(of(True, "mug")) >= 1 and len(of(True, "pan")) >= 1  # there is one of each
-    assert len(of(False, "mug")) >= 3 and len(of(False, "pan")) >= 2
+    assert of("put a mug") >= 7 and of("cool some mug") >= 3 and of("put a pan") >= 3
 
 
 def test_a_small_home_has_the_goal_s_place_and_its_notes_are_those_of_its_view():
@@ -153,7 +150,7 @@ def test_a_small_home_has_the_goal_s_place_and_its_notes_are_those_of_its_view()
         notes = shown_notes(dict(place_notes(small.observation)), in_front=())
         assert notes == {note.key: note.value for note in small.state.beliefs}
         shelves += sum(kind_of(place) == "shelf" for place in places)
-    assert 20 < shelves < 120  # each of the nine, a kind that M names, is left in about half of the homes
+    assert 10 < shelves < 80  # each of the nine, a kind that M names, is left in about a fifth of the homes
 
 
 @dataclass
@@ -180,6 +177,16 @@ def test_states_of_a_compiler_hold_its_own_notes_and_the_teacher_s_emissions(tmp
     assert [len(of) for of in subgoals] == [len(of) for of in commands.recorded_states(make_env, specs, 0)]
 
 
+def test_places_begin_alike_with_their_kinds_and_the_rest_as_it_was():
+    model = tiny_model(NEW)
+    before = model.model.embed_tokens.weight.detach().clone()
+    commands.relate_places(model, NEW)
+    after, of = model.model.embed_tokens.weight.detach(), lambda text: NEW(text, add_special_tokens=False)["input_ids"]
+    (place,), (kind,), (thing,) = of(" cabinet 3"), of(" cabinet"), of(" mug")
+    assert torch.allclose(after[place], before[place] + commands.KIND_SHARE * before[kind])
+    assert torch.equal(after[kind], before[kind]) and torch.equal(after[thing], before[thing])
+
+
 @pytest.mark.slow
 def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypatch):
     export_split(HouseholdEnvironment(scenes={"train": 2}, images=False), "train", tmp_path / "data", limit=6)
@@ -191,7 +198,6 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         tmp_path / "out",
         tmp_path / "work",
         games=4,
-        kind_steps=1,
         small_steps=1,
         steps=2,
         rows=2,
@@ -200,7 +206,7 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         own_steps=1,
     )
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
-    assert record["steps"] == {"kinds": 1, "small_homes": 1, "commands": 2, "own_states": 1}
+    assert record["steps"] == {"small_homes": 1, "commands": 2, "own_states_1": 1, "own_states_2": 1}
     assert load_backbone(tmp_path / "out", torch.float32, "cpu")
     commands.train_subgoal_compiler(tmp_path / "sub", tmp_path / "work", tmp_path / "out", games=4, steps=1, rows=2)
     assert json.loads((tmp_path / "sub" / "RECORD.json").read_text())["steps"] == {"subgoals": 1}

@@ -6,18 +6,15 @@ The base `zoo/alfworld/compiler` gets tokens for the words of commands and raw e
 the teacher of level `command` (`agent.command_teacher`) behind real compile prompts. Half of the episodes recall no
 entry of their own scene, and some recall nothing or other kinds of tasks, where the teacher is silent. Scene labels
 are exchanged at random and, in half of the episodes, the numbers of things, so that they have to be read and not
-guessed. The stages:
+guessed. A batch has many episodes and few states of each, since a look-up is learned from different memories. The
+stages:
 
-1. `kinds`: the goals of 16 games behind one M of one to four entries, without notes and views. The emission is the
-   plan, and M's entry of that kind of task, or none. Such prompts are a tenth as long as the others, so that the
-   look-up that decides about silence is learned from thousands of goals in minutes.
-2. `small_homes`: the first states of the 16 games behind such an M, in homes of which only a few places are left. An
-   episode has one first state, which asks where M's entries of a scene found a thing; so M is read once for 16 such
-   questions. A home's places are most of a first state.
-3. `commands`: half of the states are such first states in whole homes behind four entries. An agent that follows the
+1. `small_homes`: first states of many games behind one M of one to four entries, in homes of which only a few places
+   are left. Such prompts are half as long as the others, so that the look-ups in M are learned in minutes.
+2. `commands`: half of the states are first states in whole homes behind four entries. An agent that follows the
    teacher's commands, and strays at some steps, visits the other half.
-4. `own_states`: a third of the states come from an agent that follows the compiler of the stage before, with the Brief
-   States that it wrote (DAgger, Ross et al. 2011).
+3. `own_states_1`, `own_states_2`: a third of the states come from an agent that follows the compiler of the stage
+   before, with the Brief States that it wrote (DAgger, Ross et al. 2011), in other games each time.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
-from agent.leads import scene_of
 from agent.records import EpisodeContext
 from compiler.brief_state import BriefState
 from compiler.prompt import compiler_parts
@@ -68,6 +64,7 @@ from zoo.alfworld.words import COMMAND_LEXICON, NUMBERS
 from zoo.curriculum import IGNORE, Batch, pad
 from zoo.models import make_tokenizer, save
 from zoo.recipes import train_stage, write_model
+from zoo.words import PLACES
 
 Level: TypeAlias = Literal["command", "subgoal"]
 
@@ -76,17 +73,19 @@ EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
 QUESTIONS = 16  # first states that are asked of an M
-STATES = 8  # most states of an episode in a batch; with 16, half as many episodes fit and it learned more slowly
+STATES = 3  # most states of an episode in a batch; with 8, half as many episodes fit and it learned more slowly
 RATE = 2e-3
+KIND_SHARE = 0.7  # of a kind's embedding in those of its places, at the beginning
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
-KINDS, SMALL_HOMES, COMMANDS, OWN_STATES, SUBGOALS = "kinds", "small_homes", "commands", "own_states", "subgoals"
-STAGES = (KINDS, SMALL_HOMES, COMMANDS, OWN_STATES)
-MEMORIES = 10  # per batch of the first two stages
-MOST_PLACES = 12  # of a small home
-ASKED = {(True, True): 4, (False, True): 3, (True, False): 2, (False, False): 2}
-"""First states behind an M by what it knows, their scene and their thing; those of any games are the rest."""
-GAMES = 1000  # that the teacher plays, and whose M's are asked
-OWN_GAMES = 160  # that the compiler of the stage before plays
+SMALL_HOMES, COMMANDS, SUBGOALS = "small_homes", "commands", "subgoals"
+OWN_STATES = ("own_states_1", "own_states_2")
+STAGES = (SMALL_HOMES, COMMANDS, *OWN_STATES)
+MEMORIES = 16  # per batch of the first stage
+MOST_PLACES = 8  # of a small home
+ASKED = {(True, True): 7, (False, True): 3, (True, False): 3}
+"""First states behind an M by what it knows, their kind of task and their thing; those of any games are the rest."""
+GAMES = 1500  # that the teacher plays
+OWN_GAMES = 300  # that the compiler of the stage before plays
 CHUNK = 128  # games whose states are in memory at once
 
 
@@ -95,25 +94,24 @@ def train_compiler(
     work: Path,
     seed: int = 0,
     games: int | None = None,
-    kind_steps: int = 200,
     small_steps: int = 300,
-    steps: int = 600,
-    rows: int = 4,
+    steps: int = 450,
+    rows: int = 12,
     base: Path = BASE,
     rate: float = RATE,
     own_games: int = OWN_GAMES,
-    own_steps: int = 300,
+    own_steps: int = 250,
     engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
 
     Args:
         games: number of train games (default: all).
-        kind_steps, small_steps, steps: optimizer steps of the first three stages.
-        rows: episodes per batch of the third stage, of up to `STATES` states each; 1.5 times as many in the last.
+        small_steps, steps: optimizer steps of the first two stages.
+        rows: episodes per batch of the other stages, of up to `STATES` states each.
         base: folder of the compiler base.
-        rate: peak learning rate of the first two stages; half of it in the third, a quarter in the last.
-        own_games: number of train games that the compiler plays.
+        rate: peak learning rate of the first stage; half of it in the second, a quarter in the others.
+        own_games: number of train games that the compiler plays before each stage on its own states.
         own_steps: optimizer steps on the states that it reached.
         engine: what plays their games; vLLM is four times as fast.
     """
@@ -123,29 +121,30 @@ def train_compiler(
     model = _first_model(work, base, tokenizer, seed)
     backbone = Backbone(model, tokenizer)
     parts = [EpisodeStates(make_env, of, seed, backbone) for of in (learned, held_out)]
-    for name, count in ((KINDS, kind_steps), (SMALL_HOMES, small_steps)):
-        if not stages.finished(work / name):
-            batches = [EpisodeBatches(tokenizer, (part.asked(name),), MEMORIES) for part in parts]
-            model = _train(model, work, name, seed, count, batches, rate)
-    firsts = [] if stages.finished(work / OWN_STATES) else [part.asked(COMMANDS) for part in parts]
+    if not stages.finished(work / SMALL_HOMES):
+        batches = [EpisodeBatches(tokenizer, (part.asked(SMALL_HOMES),), MEMORIES) for part in parts]
+        model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
+    if stages.finished(work / STAGES[-1]):
+        firsts = taught = []
+    else:
+        firsts = [part.asked(COMMANDS) for part in parts]
+        taught = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
     if not stages.finished(work / COMMANDS):
-        played = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
-        batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(played, firsts, strict=True)]
+        batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(taught, firsts, strict=True)]
         model = _train(model, work, COMMANDS, seed, steps, batches, rate / 2)
-    if not stages.finished(work / OWN_STATES):
+    for i, name in enumerate(OWN_STATES):
+        if stages.finished(work / name):
+            continue
         save(work / "player", model, tokenizer)
         player = load_text_compiler(str(work / "player"), engine=engine)
-        some = evenly(learned, own_games, seed), evenly(held_out, max(own_games // 10, 1), seed)
-        games_of = [replace(part, specs=of) for part, of in zip(parts, some, strict=True)]
-        taught, played = [states.play() for states in games_of], [states.play(player) for states in games_of]
+        some = evenly(learned, own_games, seed + i), evenly(held_out, max(own_games // 10, 1), seed + i)
+        played = [replace(part, specs=of).play(player) for part, of in zip(parts, some, strict=True)]
         del player
-        sources = zip(taught, played, firsts, strict=True)
-        batches = [EpisodeBatches(tokenizer, of, rows + rows // 2) for of in sources]
-        model = _train(model, work, OWN_STATES, seed, own_steps, batches, rate / 4)
+        batches = [EpisodeBatches(tokenizer, of, rows) for of in zip(taught, played, firsts, strict=True)]
+        model = _train(model, work, name, seed, own_steps, batches, rate / 4)
     settings = {
         "seed": seed,
         "games": games,
-        "kind_steps": kind_steps,
         "small_steps": small_steps,
         "steps": steps,
         "rows": rows,
@@ -191,7 +190,10 @@ def _first_model(work: Path, base: Path, tokenizer: PreTrainedTokenizerFast, see
     """Load the model of the last finished stage, or the base with the tokenizer's embeddings."""
     done = next((work / name for name in STAGES[::-1] if stages.finished(work / name)), None)
     model = LlamaForCausalLM.from_pretrained(done or base, dtype=torch.float32)
-    return model if done else with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
+    if done is None:
+        model = with_vocabulary(model, PreTrainedTokenizerFast.from_pretrained(base), tokenizer, seed)
+        relate_places(model, tokenizer)
+    return model
 
 
 def _train(
@@ -231,6 +233,18 @@ def with_vocabulary(
         model.model.embed_tokens.weight.copy_(made)
     model.config.eos_token_id, model.config.pad_token_id = new.eos_token_id, new.pad_token_id  # type: ignore[assignment]
     return model
+
+
+@torch.no_grad()
+def relate_places(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Add a share of the embedding of "cabinet" to that of "cabinet 3", and so for all places: each is one token, which
+    has nothing in common with its kind in the base."""
+    embeddings = model.model.embed_tokens.weight
+    token = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][0]
+    for kind, count in PLACES.items():
+        names = [f"{kind} {number}" for number in range(1, count + 1)]
+        places = [token(f"{space}{name}") for space in ("", " ") for name in names]
+        embeddings[places] += KIND_SHARE * embeddings[token(f" {kind}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,27 +358,24 @@ class FirstState:
 
     request: CompileRequest
     kind: str  # of errand; "" where the goal is not read
-    scene: str
     need: str
 
     @classmethod
     def of(cls, request: CompileRequest) -> FirstState:
         errand = read_errand(request.goal)
         kind, need = (errand.kind, f"find {errand.thing}") if errand else ("", "")
-        return cls(request, kind, scene_of(request.goal), need)
+        return cls(request, kind, need)
 
 
 def first_requests(
     memory: Sequence[MemoryEntry], asked: Sequence[FirstState], rng: random.Random
 ) -> list[CompileRequest]:
-    """Draw `QUESTIONS` first states to ask of M, two thirds of them of its kinds of tasks (`ASKED`)."""
+    """Draw `QUESTIONS` first states to ask of M, by what it knows (`ASKED`)."""
     kinds = {kind_of_episode(steps_of(entry.provenance.actions)) for entry in memory}
-    scenes = {entry.provenance.scene for entry in memory}
     needs = {fact.need for entry in memory for fact in READER.facts(entry.provenance.actions)}
     groups = dict[tuple[bool, bool], list[FirstState]]()
     for first in asked:
-        if first.kind and first.kind in kinds:
-            groups.setdefault((first.scene in scenes, first.need in needs), []).append(first)
+        groups.setdefault((first.kind in kinds, first.need in needs), []).append(first)
     drawn = list[FirstState]()
     for known, most in ASKED.items():
         group = groups.get(known, [])
@@ -378,8 +389,8 @@ def in_small_home(asked: CompileRequest, rng: random.Random) -> CompileRequest:
     of the goal's kind."""
     places, errand = listed_places(asked.observation), read_errand(asked.goal)
     named = {kind_of(fact.place) for entry in asked.memory for fact in READER.facts(entry.provenance.actions)}
-    left = set(rng.sample(places, min(len(places), rng.randint(2, 5))))
-    left |= {place for place in places if kind_of(place) in named and rng.random() < 0.5}
+    left = set(rng.sample(places, min(len(places), rng.randint(1, 4))))
+    left |= {place for place in places if kind_of(place) in named and rng.random() < 0.2}
     targets = [place for place in places if errand and kind_of(place) == errand.target]
     left |= {rng.choice(targets)} if targets else set()
     listed = enumerated([f"a {place}" for place in places if place in left][:MOST_PLACES])
@@ -408,9 +419,9 @@ class EpisodeStates:
         ]
 
     def asked(self, stage: str) -> list[EncodedEpisode]:
-        """Return 16 first states behind every n-th game's M, with the teacher's emissions, as a stage reads them: those
-        of an M are encoded as the states of an episode."""
-        some = evenly([spec for spec in self.specs if spec.memory], GAMES, self.seed)
+        """Return 16 first states behind every game's M, with the teacher's emissions, as a stage reads them: those of
+        an M are encoded as the states of an episode."""
+        some = [spec for spec in self.specs if spec.memory]
         return [self._behind(spec, stage) for spec in tqdm(some, f"memories to ask for {stage}", unit="memory")]
 
     @cached_property
@@ -420,12 +431,10 @@ class EpisodeStates:
 
     def _behind(self, spec: EpisodeSpec, stage: str) -> EncodedEpisode:
         rng, memory = random.Random(f"{self.seed} {spec.task.id} {stage}"), spec.memory
-        if stage != COMMANDS:
+        if stage == SMALL_HOMES:
             memory = tuple(rng.sample(memory, rng.randint(1, len(memory))))
         requests = first_requests(memory, self._firsts, rng)
-        if stage == KINDS:
-            requests = [replace(asked, state=BriefState(asked.goal), observation="") for asked in requests]
-        elif stage == SMALL_HOMES:
+        if stage == SMALL_HOMES:
             requests = [in_small_home(asked, rng) for asked in requests]
         said = CommandTeacher(reader=READER).compile(requests, [EpisodeContext(None)] * len(requests))
         states = [State(each, made.text) for each, made in zip(requests, said, strict=True)]

@@ -54,6 +54,6 @@ LEXICON = Lexicon(
 )
 
 COMMAND_WORDS = """unsearched searched holding hold after came first view so far known seen facing must be free hands
-whether Next another thing things come because looked example none elsewhere""".split()
+whether Next another thing things come because looked example none before""".split()
 COMMAND_LEXICON = replace(LEXICON, pieces=(*LEXICON.pieces, *COMMAND_WORDS))
 """`LEXICON` with the words of commands' reasons and of raw entries, for compilers of level `command`."""
