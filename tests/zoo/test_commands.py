@@ -3,8 +3,10 @@
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -185,6 +187,18 @@ def test_places_begin_alike_with_their_kinds_and_the_rest_as_it_was():
     (place,), (kind,), (thing,) = of(" cabinet 3"), of(" cabinet"), of(" mug")
     assert torch.allclose(after[place], before[place] + commands.KIND_SHARE * before[kind])
     assert torch.equal(after[kind], before[kind]) and torch.equal(after[thing], before[thing])
+
+
+def test_balanced_states_are_of_all_subgoals_and_none_comes_twice():
+    many = ("find",) * 18 + ("put", "clean")
+    nothing = tuple(np.zeros(1, np.uint16) for _ in many)
+    episode, counts = commands.EncodedEpisode(nothing[0], nothing, nothing, many), Counter()
+    for seed in range(100):
+        drawn = episode.drawn(3, random.Random(seed), balanced=True)
+        assert len(set(drawn)) == 3
+        counts.update(many[i] for i in drawn)
+    assert min(counts.values()) > 60  # 15 of 300 without the balance
+    assert sorted(episode.drawn(20, random.Random(0), balanced=True)) == list(range(20))
 
 
 @pytest.mark.slow

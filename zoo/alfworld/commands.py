@@ -14,7 +14,9 @@ stages:
 2. `commands`: half of the states are first states in whole homes behind four entries. An agent that follows the
    teacher's commands, and strays at some steps, visits the other half.
 3. `own_states_1`, `own_states_2`: a third of the states come from an agent that follows the compiler of the stage
-   before, with the Brief States that it wrote (DAgger, Ross et al. 2011), in other games each time.
+   before, with the Brief States that it wrote (DAgger, Ross et al. 2011), in other games each time. Now
+   the states of all subgoals are equally frequent, since most of an episode is search and what fails is to put things
+   down; and half of the episodes also exchange the numbers of places ("sofa 1" was said where the notes had sofa 2).
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def train_compiler(
         some = evenly(learned, own_games, seed + i), evenly(held_out, max(own_games // 10, 1), seed + i)
         played = [replace(part, specs=of).play(player) for part, of in zip(parts, some, strict=True)]
         del player
-        batches = [EpisodeBatches(tokenizer, of, rows) for of in zip(taught, played, firsts, strict=True)]
+        sources = zip(taught, played, firsts, strict=True)
+        batches = [EpisodeBatches(tokenizer, of, rows, later=True) for of in sources]
         model = _train(model, work, name, seed, own_steps, batches, rate / 4)
     settings = {
         "seed": seed,
@@ -330,11 +333,27 @@ def recorded_states(
 
 @dataclass(frozen=True, slots=True)
 class EncodedEpisode:
-    """The states of an episode as token ids: their common beginning, then each rest and emission."""
+    """The states of an episode as token ids, their common beginning and then each rest and emission, and the verbs of
+    their subgoals."""
 
     given: np.ndarray
     rests: tuple[np.ndarray, ...]
     emissions: tuple[np.ndarray, ...]
+    verbs: tuple[str, ...]  # "" without a plan
+
+    def drawn(self, count: int, rng: random.Random, balanced: bool) -> list[int]:
+        """Draw states; balanced: of a random subgoal each time, since most states of an episode are of a search."""
+        if not balanced:
+            return rng.sample(range(len(self.rests)), count)
+        left, drawn = dict[str, list[int]](), list[int]()
+        for i in rng.sample(range(len(self.rests)), len(self.rests)):
+            left.setdefault(self.verbs[i], []).append(i)
+        while len(drawn) < count:
+            verb = rng.choice(sorted(left))
+            drawn.append(left[verb].pop())
+            if not left[verb]:
+                del left[verb]
+        return drawn
 
 
 def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisode:
@@ -343,8 +362,12 @@ def encode_episode(backbone: Backbone, states: Sequence[State]) -> EncodedEpisod
     emissions = [(*backbone.ids(state.emission), backbone.end_id) for state in states]
     first, last = min(prompts), max(prompts)  # what these share, all do
     shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first) - 1)
+    briefs = [state.request.state for state in states]
     return EncodedEpisode(
-        _array(first[:shared]), tuple(_array(prompt[shared:]) for prompt in prompts), tuple(map(_array, emissions))
+        _array(first[:shared]),
+        tuple(_array(prompt[shared:]) for prompt in prompts),
+        tuple(map(_array, emissions)),
+        tuple(brief.current.partition(" ")[0] if brief else "" for brief in briefs),
     )
 
 
@@ -447,6 +470,7 @@ class EpisodeBatches:
 
     Args:
         sources: kinds of episodes, of which a batch has equally many.
+        later: draw states of all subgoals equally often, and exchange the numbers of places as well.
     """
 
     def __init__(
@@ -454,10 +478,14 @@ class EpisodeBatches:
         tokenizer: PreTrainedTokenizerFast,
         sources: Sequence[Sequence[EncodedEpisode]],
         rows: int,
+        later: bool = False,
     ) -> None:
         self._pools = [LengthPool(episodes, lambda episode: max(map(len, episode.rests))) for episodes in sources]
-        self._labels, self._rows = SceneLabels(tokenizer), rows
-        self._numbers = np.array([tokenizer(number, add_special_tokens=False)["input_ids"] for number in NUMBERS])
+        self._labels, self._rows, self._later = SceneLabels(tokenizer), rows, later
+        ids = lambda *texts: [tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in texts]
+        self._numbers = [np.array([ids(number) for number in NUMBERS])]  # (numbers, forms) each
+        for kind, count in PLACES.items() if later else ():
+            self._numbers.append(np.array([ids(f"{kind} {i}", f" {kind} {i}") for i in range(1, count + 1)]))
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
@@ -469,8 +497,8 @@ class EpisodeBatches:
     def _table(self, rng: random.Random) -> np.ndarray:
         """Draw a permutation (V,) of token ids for an episode."""
         table = self._labels.exchange(rng)
-        if rng.random() < 0.5:
-            table[self._numbers] = self._numbers[rng.sample(range(len(NUMBERS)), len(NUMBERS))]
+        for tokens in self._numbers if rng.random() < 0.5 else ():
+            table[tokens] = tokens[rng.sample(range(len(tokens)), len(tokens))]
         return table
 
     def _batch(self, episodes: Sequence[EncodedEpisode], rng: random.Random) -> Batch:
@@ -479,7 +507,7 @@ class EpisodeBatches:
             exchanged = self._table(rng)
             begun.append(exchanged[episode.given].tolist())
             behind.append(min(STATES, len(episode.rests)))
-            for i in rng.sample(range(len(episode.rests)), behind[-1]):
+            for i in episode.drawn(behind[-1], rng, self._later):
                 rest, emission = (exchanged[part[i]].tolist() for part in (episode.rests, episode.emissions))
                 ids.append([*rest, *emission])
                 labels.append([IGNORE] * len(rest) + emission)
