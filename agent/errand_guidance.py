@@ -311,10 +311,12 @@ class Errands:
         fits = lambda place: place in noted if noted else kind_of(place) == target
         if unknown := next(filter(fits, last.unseen), ""):
             return Due(f"examine {unknown}", f"whether {unknown} is open is not known")
+        if last.view.closed and here:  # wherever it is: then a compiler need not compare two places
+            return Due(f"{OPEN}{here}", "it is closed")
         if not fits(here):
             place = next(filter(fits, noted or notes.places(PLACES)), "")
             return Due(f"{GO}{place}", cited) if holding and place else None
-        if last.view.closed or (last.refused and PUT.fullmatch(last.command)):
+        if last.refused and PUT.fullmatch(last.command):
             return Due(f"{OPEN}{here}", "it is closed")
         return Due(self._put_command(holding, here), cited) if holding else None
 

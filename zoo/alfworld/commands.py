@@ -13,10 +13,11 @@ stages:
    are left. Such prompts are half as long as the others, so that the look-ups in M are learned in minutes.
 2. `commands`: half of the states are first states in whole homes behind four entries. An agent that follows the
    teacher's commands, and strays at some steps, visits the other half.
-3. `own_states_1`, `own_states_2`: a third of the states come from an agent that follows the compiler of the stage
-   before, with the Brief States that it wrote (DAgger, Ross et al. 2011), in other games each time. Now
-   the states of all subgoals are equally frequent, since most of an episode is search and what fails is to put things
-   down; and half of the episodes also exchange the numbers of places ("sofa 1" was said where the notes had sofa 2).
+3. `own_states`: a third of the states come from an agent that follows the compiler of the stage before, with the Brief
+   States that it wrote (DAgger, Ross et al. 2011). From now on the states of all subgoals are equally frequent, since
+   most of an episode is search and what fails is to put things down; and half of the episodes also exchange the numbers
+   of places ("sofa 1" was said where the notes had sofa 2).
+4. `play`: the same with other games, without first states, and with more states of an episode.
 """
 
 from __future__ import annotations
@@ -75,13 +76,16 @@ EXAM_OF = 25  # every 25th game is held out for the exam
 STRAYS = 0.2  # share of steps at which the agent takes a random command
 STEPS = 30  # of an episode
 QUESTIONS = 16  # first states that are asked of an M
-STATES = 3  # most states of an episode in a batch; with 8, half as many episodes fit and it learned more slowly
+STATES = (
+    3  # most states of an episode in a batch; with 8, half as many episodes fit and look-ups are learned more slowly
+)
+PLAY_STATES = 6  # in the last stage, which has no look-ups in M
 RATE = 2e-3
 KIND_SHARE = 0.7  # of a kind's embedding in those of its places, at the beginning
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 SMALL_HOMES, COMMANDS, SUBGOALS = "small_homes", "commands", "subgoals"
-OWN_STATES = ("own_states_1", "own_states_2")
-STAGES = (SMALL_HOMES, COMMANDS, *OWN_STATES)
+OWN_STATES, PLAY = "own_states", "play"
+STAGES = (SMALL_HOMES, COMMANDS, OWN_STATES, PLAY)
 MEMORIES = 16  # per batch of the first stage
 MOST_PLACES = 8  # of a small home
 ASKED = {(True, True): 7, (False, True): 3, (True, False): 3}
@@ -103,6 +107,7 @@ def train_compiler(
     rate: float = RATE,
     own_games: int = OWN_GAMES,
     own_steps: int = 250,
+    play_steps: int = 260,
     engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
@@ -112,9 +117,9 @@ def train_compiler(
         small_steps, steps: optimizer steps of the first two stages.
         rows: episodes per batch of the other stages, of up to `STATES` states each.
         base: folder of the compiler base.
-        rate: peak learning rate of the first stage; half of it in the second, a quarter in the others.
+        rate: peak learning rate of the first stage; a quarter of it in `own_states`, half in the others.
         own_games: number of train games that the compiler plays before each stage on its own states.
-        own_steps: optimizer steps on the states that it reached.
+        own_steps, play_steps: optimizer steps of the stages with states that it reached.
         engine: what plays their games; vLLM is four times as fast.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
@@ -126,15 +131,14 @@ def train_compiler(
     if not stages.finished(work / SMALL_HOMES):
         batches = [EpisodeBatches(tokenizer, (part.asked(SMALL_HOMES),), MEMORIES) for part in parts]
         model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
-    if stages.finished(work / STAGES[-1]):
-        firsts = taught = []
-    else:
-        firsts = [part.asked(COMMANDS) for part in parts]
-        taught = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in parts]
+    asked = not (stages.finished(work / COMMANDS) and stages.finished(work / OWN_STATES))
+    firsts = [part.asked(COMMANDS) for part in parts] if asked else []
+    some = [replace(part, specs=evenly(part.specs, GAMES, seed)) for part in parts]
+    taught = [] if stages.finished(work / PLAY) else [part.play() for part in some]
     if not stages.finished(work / COMMANDS):
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(taught, firsts, strict=True)]
         model = _train(model, work, COMMANDS, seed, steps, batches, rate / 2)
-    for i, name in enumerate(OWN_STATES):
+    for i, name in enumerate((OWN_STATES, PLAY)):
         if stages.finished(work / name):
             continue
         save(work / "player", model, tokenizer)
@@ -142,9 +146,14 @@ def train_compiler(
         some = evenly(learned, own_games, seed + i), evenly(held_out, max(own_games // 10, 1), seed + i)
         played = [replace(part, specs=of).play(player) for part, of in zip(parts, some, strict=True)]
         del player
-        sources = zip(taught, played, firsts, strict=True)
-        batches = [EpisodeBatches(tokenizer, of, rows, later=True) for of in sources]
-        model = _train(model, work, name, seed, own_steps, batches, rate / 4)
+        if name == OWN_STATES:
+            sources = zip(taught, played, firsts, strict=True)
+            batches = [EpisodeBatches(tokenizer, of, rows, later=True) for of in sources]
+            model = _train(model, work, name, seed, own_steps, batches, rate / 4)
+        else:
+            sources = zip(taught, played, strict=True)
+            batches = [EpisodeBatches(tokenizer, of, rows, PLAY_STATES, later=True) for of in sources]
+            model = _train(model, work, name, seed, play_steps, batches, rate / 2)
     settings = {
         "seed": seed,
         "games": games,
@@ -160,7 +169,8 @@ def train_compiler(
         processor=tokenizer,
         work=work,
         names=STAGES,
-        settings=settings | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "engine": engine},
+        settings=settings
+        | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "play_steps": play_steps},
     )
 
 
@@ -465,7 +475,7 @@ class EpisodeStates:
 
 
 class EpisodeBatches:
-    """Batches of `rows` episodes whose states are of similar length, up to `STATES` states each. Their common beginning
+    """Batches of `rows` episodes whose states are of similar length, up to `states` states each. Their common beginning
     is read once, so its length matters less.
 
     Args:
@@ -478,10 +488,11 @@ class EpisodeBatches:
         tokenizer: PreTrainedTokenizerFast,
         sources: Sequence[Sequence[EncodedEpisode]],
         rows: int,
+        states: int = STATES,
         later: bool = False,
     ) -> None:
         self._pools = [LengthPool(episodes, lambda episode: max(map(len, episode.rests))) for episodes in sources]
-        self._labels, self._rows, self._later = SceneLabels(tokenizer), rows, later
+        self._labels, self._rows, self._states, self._later = SceneLabels(tokenizer), rows, states, later
         ids = lambda *texts: [tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in texts]
         self._numbers = [np.array([ids(number) for number in NUMBERS])]  # (numbers, forms) each
         for kind, count in PLACES.items() if later else ():
@@ -506,7 +517,7 @@ class EpisodeBatches:
         for episode in episodes:
             exchanged = self._table(rng)
             begun.append(exchanged[episode.given].tolist())
-            behind.append(min(STATES, len(episode.rests)))
+            behind.append(min(self._states, len(episode.rests)))
             for i in episode.drawn(behind[-1], rng, self._later):
                 rest, emission = (exchanged[part[i]].tolist() for part in (episode.rests, episode.emissions))
                 ids.append([*rest, *emission])
