@@ -7,10 +7,10 @@ environment's (`env.notes_places`):
     unsearched: desk 1, shelf 2, shelf 1, ...   places whose content has not been seen; the environment notes the first
                                                 of each kind and those in front of the agent
     holding: mug 1
-    mug: shelf 2, countertop                    where to look for a mug: places where one was seen, and a kind of place
-                                                where M's entries found one: one without a door if there is one, and of
-                                                several the first by name, so that a compiler need not find the first in
-                                                M; in environments whose scenes differ, M's places of this scene instead
+    mug: shelf 2, countertop                    where to look for a mug: places where one was seen, and one kind of
+                                                place where M's entries found one. Kinds that need no opening come
+                                                before others, then the order is alphabetical; the order of M's entries
+                                                does not matter. Where scenes differ: M's places of this scene
     cabinet: cabinet 2                          where the first of two things was put
     example: FloorPlan3                         the scene of M's first successful episode of this kind of errand, whose
                                                 routine is followed; "none" without one
@@ -180,9 +180,12 @@ class Errands:
         for key, listed in place_notes(text) if notes.state.belief(PLACES) is None else ():
             notes.put_places(key, listed.split(BETWEEN))
         for thing in self._things():
-            told = dict.fromkeys(lead.place for lead in self.leads(f"find {thing}", text))
-            kinds = sorted(map(kind_of, told), key=lambda kind: (kind in OPENABLE, kind))
-            notes.put_places(thing, kinds[:1] if self.by_kinds else [place for place in told if place in places][:MOST])
+            told = dict.fromkeys(lead.place for lead in self.leads(f"find {thing}", text))  # each place once
+            if self.by_kinds:
+                named = sorted(map(kind_of, told), key=lambda kind: (kind in OPENABLE, kind))[:1]
+            else:
+                named = [place for place in told if place in places][:MOST]
+            notes.put_places(thing, named)
 
     def _note_example(self, notes: Notes) -> None:
         """Note the first example, unless one is noted."""

@@ -133,12 +133,16 @@ def train_compiler(
         model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
     asked = not (stages.finished(work / COMMANDS) and stages.finished(work / OWN_STATES))
     firsts = [part.asked(COMMANDS) for part in parts] if asked else []
-    some = [replace(part, specs=evenly(part.specs, GAMES, seed)) for part in parts]
-    taught = [] if stages.finished(work / PLAY) else [part.play() for part in some]
+    guided = [] if stages.finished(work / PLAY) else parts
+    taught = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in guided]
     if not stages.finished(work / COMMANDS):
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(taught, firsts, strict=True)]
         model = _train(model, work, COMMANDS, seed, steps, batches, rate / 2)
-    for i, name in enumerate((OWN_STATES, PLAY)):
+    later = (
+        (OWN_STATES, own_steps, rate / 4, STATES, [firsts]),
+        (PLAY, play_steps, rate / 2, PLAY_STATES, []),
+    )
+    for i, (name, count, peak, states, others) in enumerate(later):
         if stages.finished(work / name):
             continue
         save(work / "player", model, tokenizer)
@@ -146,14 +150,9 @@ def train_compiler(
         some = evenly(learned, own_games, seed + i), evenly(held_out, max(own_games // 10, 1), seed + i)
         played = [replace(part, specs=of).play(player) for part, of in zip(parts, some, strict=True)]
         del player
-        if name == OWN_STATES:
-            sources = zip(taught, played, firsts, strict=True)
-            batches = [EpisodeBatches(tokenizer, of, rows, later=True) for of in sources]
-            model = _train(model, work, name, seed, own_steps, batches, rate / 4)
-        else:
-            sources = zip(taught, played, strict=True)
-            batches = [EpisodeBatches(tokenizer, of, rows, PLAY_STATES, later=True) for of in sources]
-            model = _train(model, work, name, seed, play_steps, batches, rate / 2)
+        sources = zip(taught, played, *others, strict=True)
+        batches = [EpisodeBatches(tokenizer, of, rows, states, later=True) for of in sources]
+        model = _train(model, work, name, seed, count, batches, peak)
     settings = {
         "seed": seed,
         "games": games,
@@ -253,11 +252,18 @@ def relate_places(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
     """Add a share of the embedding of "cabinet" to that of "cabinet 3", and so for all places: each is one token, which
     has nothing in common with its kind in the base."""
     embeddings = model.model.embed_tokens.weight
+    for kind, places in place_tokens(tokenizer).items():
+        (own,) = tokenizer(f" {kind}", add_special_tokens=False)["input_ids"]
+        embeddings[places] += KIND_SHARE * embeddings[own]
+
+
+def place_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, np.ndarray]:
+    """Return the token ids (numbers, 2) of each kind's places, without and with a space before them."""
     token = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][0]
-    for kind, count in PLACES.items():
-        names = [f"{kind} {number}" for number in range(1, count + 1)]
-        places = [token(f"{space}{name}") for space in ("", " ") for name in names]
-        embeddings[places] += KIND_SHARE * embeddings[token(f" {kind}")]
+    return {
+        kind: np.array([[token(f"{kind} {i}"), token(f" {kind} {i}")] for i in range(1, count + 1)])
+        for kind, count in PLACES.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,10 +499,8 @@ class EpisodeBatches:
     ) -> None:
         self._pools = [LengthPool(episodes, lambda episode: max(map(len, episode.rests))) for episodes in sources]
         self._labels, self._rows, self._states, self._later = SceneLabels(tokenizer), rows, states, later
-        ids = lambda *texts: [tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in texts]
-        self._numbers = [np.array([ids(number) for number in NUMBERS])]  # (numbers, forms) each
-        for kind, count in PLACES.items() if later else ():
-            self._numbers.append(np.array([ids(f"{kind} {i}", f" {kind} {i}") for i in range(1, count + 1)]))
+        things = np.array([tokenizer(number, add_special_tokens=False)["input_ids"] for number in NUMBERS])
+        self._numbers = [things, *(place_tokens(tokenizer).values() if later else ())]
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
