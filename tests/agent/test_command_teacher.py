@@ -88,7 +88,7 @@ def test_every_step_of_an_errand_follows_from_memory_and_views() -> None:
     assert seen.guidance == "take mug 2 from countertop 1" and seen.reason == "the mug 2 is in view"
     taken = talk.hear("You pick up the mug 2 from the countertop 1.", "take mug 2 from countertop 1")
     assert taken.guidance == "go to fridge 1"
-    assert taken.reason == "in FloorPlan2 after take came cool"
+    assert taken.reason == "in FloorPlan2 after take came cool: for fridge, here is countertop 1"
     there = talk.hear("You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1")
     assert there.guidance == "cool mug 2 with fridge 1"
     assert talk.hear("You cool the mug 2 using the fridge 1.", "cool mug 2 with fridge 1").guidance == "go to cabinet 2"
@@ -128,7 +128,10 @@ def test_another_example_is_noted_where_memory_no_longer_holds_the_first() -> No
     talk.hear(ROOM)
     talk.memory = (replace(COOLED, provenance=replace(COOLED.provenance, scene="FloorPlan7")),)
     taken = talk.hear("You pick up the mug 2 from the shelf 1.", "take mug 2 from shelf 1")
-    assert taken.reason == "in FloorPlan7 after take came cool" and talk.state.belief("example") == "FloorPlan7"
+    assert (
+        taken.reason == "in FloorPlan7 after take came cool: for fridge, here is shelf 1"
+        and talk.state.belief("example") == "FloorPlan7"
+    )
 
 
 def test_an_example_that_shows_every_step_comes_before_one_that_does_not() -> None:

@@ -219,9 +219,10 @@ def test_the_recipe_plays_games_and_leaves_a_model_that_loads(tmp_path, monkeypa
         own_games=2,
         own_steps=1,
         play_steps=1,
+        review_steps=1,
     )
     record = json.loads((tmp_path / "out" / "RECORD.json").read_text())
-    assert record["steps"] == {"small_homes": 1, "commands": 2, "own_states": 1, "play": 1}
+    assert record["steps"] == {"small_homes": 1, "commands": 2, "own_states": 1, "play": 1, "review": 1}
     assert load_backbone(tmp_path / "out", torch.float32, "cpu")
     commands.train_subgoal_compiler(tmp_path / "sub", tmp_path / "work", tmp_path / "out", games=4, steps=1, rows=2)
     assert json.loads((tmp_path / "sub" / "RECORD.json").read_text())["steps"] == {"subgoals": 1}

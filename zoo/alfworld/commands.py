@@ -18,6 +18,7 @@ stages:
    most of an episode is search and what fails is to put things down; and half of the episodes also exchange the numbers
    of places ("sofa 1" was said where the notes had sofa 2).
 4. `play`: the same with other games, without first states, and with more states of an episode.
+5. `review`: the same with other games again, and a third of first states, which `play` makes a model forget in part.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ QUESTIONS = 16  # first states that are asked of an M
 STATES = (
     3  # most states of an episode in a batch; with 8, half as many episodes fit and look-ups are learned more slowly
 )
-PLAY_STATES = 6  # in the last stage, which has no look-ups in M
+PLAY_STATES = 6  # in the last two stages
 RATE = 2e-3
 KIND_SHARE = 0.7  # of a kind's embedding in those of its places, at the beginning
 MIX = {"own_scene": 0.5, "nothing": 0.06, "other_kinds": 0.06}
 SMALL_HOMES, COMMANDS, SUBGOALS = "small_homes", "commands", "subgoals"
-OWN_STATES, PLAY = "own_states", "play"
-STAGES = (SMALL_HOMES, COMMANDS, OWN_STATES, PLAY)
+OWN_STATES, PLAY, REVIEW = "own_states", "play", "review"
+STAGES = (SMALL_HOMES, COMMANDS, OWN_STATES, PLAY, REVIEW)
 MEMORIES = 16  # per batch of the first stage
 MOST_PLACES = 8  # of a small home
 ASKED = {(True, True): 7, (False, True): 3, (True, False): 3}
@@ -108,6 +109,7 @@ def train_compiler(
     own_games: int = OWN_GAMES,
     own_steps: int = 250,
     play_steps: int = 260,
+    review_steps: int = 400,
     engine: Engine = "hf",
 ) -> None:
     """Train the compiler of commands.
@@ -119,7 +121,7 @@ def train_compiler(
         base: folder of the compiler base.
         rate: peak learning rate of the first stage; a quarter of it in `own_states`, half in the others.
         own_games: number of train games that the compiler plays before each stage on its own states.
-        own_steps, play_steps: optimizer steps of the stages with states that it reached.
+        own_steps, play_steps, review_steps: optimizer steps of the stages with states that it reached.
         engine: what plays their games; vLLM is four times as fast.
     """
     tokenizer = make_tokenizer(COMMAND_LEXICON)
@@ -131,16 +133,16 @@ def train_compiler(
     if not stages.finished(work / SMALL_HOMES):
         batches = [EpisodeBatches(tokenizer, (part.asked(SMALL_HOMES),), MEMORIES) for part in parts]
         model = _train(model, work, SMALL_HOMES, seed, small_steps, batches, rate)
-    asked = not (stages.finished(work / COMMANDS) and stages.finished(work / OWN_STATES))
-    firsts = [part.asked(COMMANDS) for part in parts] if asked else []
-    guided = [] if stages.finished(work / PLAY) else parts
-    taught = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in guided]
+    unfinished = [] if stages.finished(work / REVIEW) else parts
+    firsts = [part.asked(COMMANDS) for part in unfinished]
+    taught = [replace(part, specs=evenly(part.specs, GAMES, seed)).play() for part in unfinished]
     if not stages.finished(work / COMMANDS):
         batches = [EpisodeBatches(tokenizer, sources, rows) for sources in zip(taught, firsts, strict=True)]
         model = _train(model, work, COMMANDS, seed, steps, batches, rate / 2)
     later = (
         (OWN_STATES, own_steps, rate / 4, STATES, [firsts]),
         (PLAY, play_steps, rate / 2, PLAY_STATES, []),
+        (REVIEW, review_steps, rate / 2, PLAY_STATES, [firsts]),
     )
     for i, (name, count, peak, states, others) in enumerate(later):
         if stages.finished(work / name):
@@ -169,7 +171,8 @@ def train_compiler(
         work=work,
         names=STAGES,
         settings=settings
-        | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "play_steps": play_steps},
+        | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "play_steps": play_steps}
+        | {"review_steps": review_steps},
     )
 
 
