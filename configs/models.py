@@ -41,6 +41,7 @@ RESERVED_VLLM_ARGS = (
     "max_loras",
     "max_lora_rank",
     "logprobs_mode",
+    "logits_processors",
     "worker_extension_cls",
     "worker_cls",
     "enable_prompt_embeds",

@@ -19,7 +19,8 @@ class CommandWalk:
     """
 
     def __init__(self, commands: Sequence[tuple[int, ...]]) -> None:
-        self._open = list(dict.fromkeys(commands))  # that begin with the path
+        self.commands = list(dict.fromkeys(commands))
+        self._open = self.commands  # that begin with the path
         self.path: tuple[int, ...] = ()
         self._skip_forced()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 SOFT_PARTS = "_prompt_embeds"  # key of a chat message's `prompt_embeds` in vLLM 0.31
+
+
+COMMANDS = "memcompiler_commands"  # key in `SamplingParams.extra_args`: token ids of the commands, with their ends
+HELD = "executor.vllm_commands:HeldToCommands"
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+Answer = tuple[list[int], int | None]  # token ids, and how many tokens of the prompt the cache held
 
 
 class _VllmRequest(NamedTuple):
@@ -78,6 +84,7 @@ class VllmExecutor(TokenExecutor):
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode, self.loop = llm, weights, mode, EngineLoop.of(llm)
+        self.holds = bool(llm.model_config.logits_processors)  # it decodes commands itself
         self.context = llm.model_config.max_model_len
 
     @functools.cached_property
@@ -95,52 +102,57 @@ class VllmExecutor(TokenExecutor):
                     digest.update(block)
         return digest.hexdigest()
 
-    def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int | None]]:
+    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
         from vllm import SamplingParams
 
         walks = self._held(admissible)
         free = [prompt for i, prompt in enumerate(prompts) if i not in walks]
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=self.max_new_tokens,
-            stop_token_ids=[self.end_id],
-            ignore_eos=True,
-            detokenize=False,
-        )
+        params = SamplingParams(max_tokens=self.max_new_tokens, stop_token_ids=[self.end_id], **_GREEDY)
         outputs = self._run([self._request(prompt) for prompt in free], [params] * len(free)) if free else []
         decoded = iter([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
-        cached = self._follow(prompts, walks)
-        rows = range(len(prompts))
-        return [(list(walks[i].path), cached.get(i)) if i in walks else next(decoded) for i in rows]
+        held = self._decode_held(prompts, walks) if self.holds else self._follow(prompts, walks)
+        return [held[i] if i in walks else next(decoded) for i in range(len(prompts))]
 
-    def _follow(self, prompts: Sequence[Prompt], walks: dict[int, CommandWalk]) -> dict[int, int]:
+    def _decode_held(self, prompts: Sequence[Prompt], walks: Mapping[int, CommandWalk]) -> dict[int, Answer]:
+        """Decode commands in the engine, one request each. Raises: RuntimeError, if it writes another one."""
+        from vllm import SamplingParams
+
+        open_ones = {i: walk.commands for i, walk in walks.items() if not walk.done}
+        params = [
+            SamplingParams(
+                max_tokens=max(map(len, commands)),
+                stop_token_ids=[self.end_id],
+                extra_args={COMMANDS: commands},
+                **_GREEDY,
+            )
+            for commands in open_ones.values()
+        ]
+        outputs = self._run([self._request(prompts[i]) for i in open_ones], params)
+        made: dict[int, Answer] = {i: (list(walk.path), None) for i, walk in walks.items() if walk.done}
+        for (i, commands), output in zip(open_ones.items(), outputs, strict=True):
+            ids = list(output.outputs[0].token_ids)
+            if tuple(ids) not in commands:
+                raise RuntimeError(f"tokens {ids} are no listed command: the engine ignores what is allowed")
+            made[i] = ids, output.num_cached_tokens or 0
+        return made
+
+    def _follow(self, prompts: Sequence[Prompt], walks: Mapping[int, CommandWalk]) -> dict[int, Answer]:
         """Ask for one token at each branch of the commands' trees, all prompts at a time; the prefix cache holds the
-        rest. Return how much of each prompt it held at first."""
+        rest. The tokens that it held of a prompt are those at the first branch."""
         from vllm import SamplingParams
 
         rows, cached = list(walks), dict[int, int]()
 
         def choose(unfinished: list[int]) -> list[int]:
             at = [rows[k] for k in unfinished]
-            params = [
-                SamplingParams(
-                    temperature=0.0,
-                    max_tokens=1,
-                    ignore_eos=True,
-                    detokenize=False,
-                    allowed_token_ids=list(walks[i].allowed),
-                )
-                for i in at
-            ]
+            params = [SamplingParams(max_tokens=1, allowed_token_ids=list(walks[i].allowed), **_GREEDY) for i in at]
             outputs = self._run([self._request(prompts[i], walks[i].path) for i in at], params)
             for i, output in zip(at, outputs, strict=True):
                 cached.setdefault(i, min(output.num_cached_tokens or 0, len(prompts[i].ids)))
             return [output.outputs[0].token_ids[0] for output in outputs]
 
         follow([walks[i] for i in rows], choose)
-        return cached
+        return {i: (list(walk.path), cached.get(i)) for i, walk in walks.items()}
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [self.action_ids(name) for names in candidates for name in names]
@@ -201,7 +213,10 @@ class VllmExecutor(TokenExecutor):
 
 def engine_settings() -> dict[str, Any]:
     """Return this backend's settings of `vllm.LLM` beyond model and dtype."""
-    return {**SETTINGS, "enable_prompt_embeds": True}
+    from vllm.platforms import current_platform
+
+    held = {"logits_processors": [HELD]} if current_platform.is_cpu() else {}  # of the runner that is used on CPU
+    return {**SETTINGS, "enable_prompt_embeds": True, **held}
 
 
 def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:

@@ -10,6 +10,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
 from compiler import checkpoint
 from compiler.build import load_compiler
 from compiler.gate import copy_gate
@@ -40,6 +43,7 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
     with atomic_folder(out) as folder:
         compiler = load_compiler(config, None)
         compiler.policy.merge_and_unload(safe_merge=True).save_pretrained(folder)
+        _index_weights(folder)
         compiler.backbone.processor.save_pretrained(folder)
         checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
         state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
@@ -50,6 +54,17 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
         record_folder(folder)
         copy_gate(str(found), folder)
     return out
+
+
+def _index_weights(folder: Path) -> None:
+    """Write the index of the model's weights where they are one file: without it, vLLM takes every safetensors file of
+    the folder for the model's, the projector and the gate too."""
+    whole = folder / SAFE_WEIGHTS_NAME
+    if whole.exists():
+        with safe_open(whole, "pt") as weights:
+            places = dict.fromkeys(weights.keys(), whole.name)
+        index = {"metadata": {"total_size": whole.stat().st_size}, "weight_map": places}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def _base(found: Path) -> list[str]:

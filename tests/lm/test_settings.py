@@ -172,6 +172,7 @@ def test_engine_arguments_go_through_by_name(monkeypatch):
     load_engine("folder", "bfloat16", {**SETTINGS, **revision_arguments("abc")}, config.compiler.vllm)
     assert given["kv_cache_dtype"] == "fp8" and given["compilation_config"] == {"level": 3}
     assert given["revision"] == "abc" and given["max_num_seqs"] == 64 and "extra" not in given
+    assert given.get("block_size") == (None if torch.cuda.is_available() else 32)
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_by_name(monkeypatch):
@@ -192,6 +193,7 @@ def test_an_argument_that_vllm_does_not_know_is_refused_by_name(monkeypatch):
         ({"enable_lora": False}, "set by MemCompiler"),
         ({"worker_extension_cls": "os.system"}, "set by MemCompiler"),
         ({"trust_remote_code": True}, "set by MemCompiler"),
+        ({"logits_processors": []}, "set by MemCompiler"),
         ({"--port": 1}, "no argument's name"),
         ({"quantization": {1, 2}}, "extra"),
         ({"swap_space": print}, "extra"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
@@ -71,6 +72,9 @@ def test_the_folder_is_a_model_of_its_own_and_a_checkpoint(run, tmp_path):
     }
     assert checkpoint.environments(out) == ("household",) and checkpoint.executor_inputs(out) == {"history": 7}
     assert checkpoint.run_file(out, "manifest.json") == out / "manifest.json"
+    index = json.loads((out / "model.safetensors.index.json").read_text())  # which files vLLM loads
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+    assert set(index["weight_map"]) == set(load_file(out / "model.safetensors"))
     state = checkpoint.read_state(out)["merged"]
     assert state["sha256"] == checkpoint.sha256(checkpoint.find(run)) and state["base"].startswith("zoo/household/")
     before = checkpoint.sha256(out)
