@@ -32,4 +32,4 @@ def held_to(commands: Sequence[tuple[int, ...]], written: Sequence[int], logits:
     """Set the logits (V,) of all tokens to -inf that continue no command behind what is written."""
     at, begun = len(written), tuple(written)
     allowed = sorted({ids[at] for ids in commands if len(ids) > at and ids[:at] == begun})
-    return torch.full_like(logits, -torch.inf).index_copy(0, torch.tensor(allowed), logits[allowed])
+    return torch.full_like(logits, -torch.inf).index_copy(0, torch.tensor(allowed, dtype=torch.long), logits[allowed])
