@@ -180,12 +180,12 @@ class Errands:
         for key, listed in place_notes(text) if notes.state.belief(PLACES) is None else ():
             notes.put_places(key, listed.split(BETWEEN))
         for thing in self._things():
-            told = dict.fromkeys(lead.place for lead in self.leads(f"find {thing}", text))  # each place once
+            in_memory = dict.fromkeys(lead.place for lead in self.leads(f"find {thing}", text))  # without duplicates
             if self.by_kinds:
-                named = sorted(map(kind_of, told), key=lambda kind: (kind in OPENABLE, kind))[:1]
+                to_look = sorted(map(kind_of, in_memory), key=lambda kind: (kind in OPENABLE, kind))[:1]
             else:
-                named = [place for place in told if place in places][:MOST]
-            notes.put_places(thing, named)
+                to_look = [place for place in in_memory if place in places][:MOST]
+            notes.put_places(thing, to_look)
 
     def _note_example(self, notes: Notes) -> None:
         """Note the first example, unless one is noted."""

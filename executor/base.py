@@ -19,6 +19,8 @@ from lm.reply_cleaning import clean_reply
 
 DROPPED = 4  # past turns that a prompt leaves out at a time
 
+Answer = tuple[list[int], int | None]  # token ids, and how many tokens of the prompt a cache held (None: unknown)
+
 
 class TokenExecutor:
     """Encodes requests and chooses actions. Subclasses score candidates and generate.
@@ -117,9 +119,7 @@ class TokenExecutor:
         """Return log p(candidate, end of turn | prompt) of every candidate of every prompt."""
         raise NotImplementedError
 
-    def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> Sequence[tuple[list[int], int | None]]:
+    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> Sequence[Answer]:
         """Decode greedily, held to the commands if `mode` is constrained: ids, and how many tokens of the prompt a
         cache held (None if unknown)."""
         raise NotImplementedError
@@ -176,9 +176,7 @@ class TokenExecutor:
             **drawn,
         )
 
-    def _grounded(
-        self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]
-    ) -> Action:
+    def _grounded(self, candidates: Sequence[str] | None, prompt: Prompt, answer: Answer) -> Action:
         written, cached = answer
         if self.mode == "constrained" and candidates:
             at = [self.action_ids(name) for name in candidates].index(tuple(written))

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from configs.models import EXECUTOR_KEY, ExecutorMode
-from executor.base import TokenExecutor
+from executor.base import Answer, TokenExecutor
 from executor.decoding import follow
 from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, ExecutorView
@@ -117,9 +117,7 @@ class RemoteExecutor(TokenExecutor):
         """Return the model's name at the server, since the weights are not accessible."""
         return f"remote:{self.served_name}"
 
-    def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int | None]]:
+    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
         walks = self._held(admissible)
         free = [i for i in range(len(prompts)) if i not in walks]
         settings = {**_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True}

@@ -12,7 +12,7 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from torch import Tensor
 
 from configs.models import ExecutorMode
-from executor.base import TokenExecutor
+from executor.base import Answer, TokenExecutor
 from executor.decoding import FreeWalk, Walk, follow
 from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, Action, ExecutorView
@@ -84,9 +84,7 @@ class FrozenExecutor(TokenExecutor):
             actions += super().act(requests[i : i + self.batch_size], seeds and seeds[i : i + self.batch_size])
         return actions
 
-    def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int | None]]:
+    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
         if self.mode != "constrained" and not self.prefixes.budget:
             return [(ids, None) for ids in self._generate(prompts)]
         held = self._held(admissible)
@@ -113,7 +111,7 @@ class FrozenExecutor(TokenExecutor):
             )
         return out.tolist()
 
-    def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[tuple[list[int], int | None]]:
+    def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[Answer]:
         """Decode with a KV cache, to which each pass adds the tokens since the last one."""
         reading = self._read(prompts)
         last, read = reading.hidden[:, -1], [0] * len(walks)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.models import ExecutorMode
-from executor.base import TokenExecutor
+from executor.base import Answer, TokenExecutor
 from executor.decoding import CommandWalk, follow
 from executor.prompt import Rules
 from executor.records import PAPER_VIEW, ExecutorView
@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 SOFT_PARTS = "_prompt_embeds"  # key of a chat message's `prompt_embeds` in vLLM 0.31
-
-
 COMMANDS = "memcompiler_commands"  # key in `SamplingParams.extra_args`: token ids of the commands, with their ends
 HELD = "executor.vllm_commands:HeldToCommands"
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-Answer = tuple[list[int], int | None]  # token ids, and how many tokens of the prompt the cache held
 
 
 class _VllmRequest(NamedTuple):
@@ -117,7 +114,7 @@ class VllmExecutor(TokenExecutor):
         """Decode commands in the engine, one request each. Raises: RuntimeError, if it writes another one."""
         from vllm import SamplingParams
 
-        open_ones = {i: walk.commands for i, walk in walks.items() if not walk.done}
+        several = {i: walk.commands for i, walk in walks.items() if not walk.done}
         params = [
             SamplingParams(
                 max_tokens=max(map(len, commands)),
@@ -125,11 +122,11 @@ class VllmExecutor(TokenExecutor):
                 extra_args={COMMANDS: commands},
                 **_GREEDY,
             )
-            for commands in open_ones.values()
+            for commands in several.values()
         ]
-        outputs = self._run([self._request(prompts[i]) for i in open_ones], params)
+        outputs = self._run([self._request(prompts[i]) for i in several], params)
         made: dict[int, Answer] = {i: (list(walk.path), None) for i, walk in walks.items() if walk.done}
-        for (i, commands), output in zip(open_ones.items(), outputs, strict=True):
+        for (i, commands), output in zip(several.items(), outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
             if tuple(ids) not in commands:
                 raise RuntimeError(f"tokens {ids} are no listed command: the engine ignores what is allowed")

@@ -162,6 +162,11 @@ def train_compiler(
         "steps": steps,
         "rows": rows,
         "rate": rate,
+        "base": str(base),
+        "own_games": own_games,
+        "own_steps": own_steps,
+        "play_steps": play_steps,
+        "review_steps": review_steps,
     }
     write_model(
         f"compiler --world alfworld-frozen --engine {engine}",
@@ -170,9 +175,7 @@ def train_compiler(
         processor=tokenizer,
         work=work,
         names=STAGES,
-        settings=settings
-        | {"base": str(base), "own_games": own_games, "own_steps": own_steps, "play_steps": play_steps}
-        | {"review_steps": review_steps},
+        settings=settings,
     )
 
 
