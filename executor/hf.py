@@ -18,7 +18,7 @@ from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone, Batch
 from lm.device import to_device
-from lm.prefixes import PrefixCache, PromptReading, read_prompts
+from lm.prefixes import PrefixCache, PromptReading, read_overlapping, read_prompts
 from lm.prompt import Prompt
 from lm.vision import parameter_names
 from soft_mem.projector import check_places, inject
@@ -265,7 +265,7 @@ class FrozenExecutor(TokenExecutor):
         """Read rows with soft tokens: states (B, T, d) of what follows each row's start.
 
         What precedes the soft tokens gets no gradient from them. With a prefix cache it is read without one, and only
-        where an earlier row did not begin with it.
+        where neither an earlier row nor a longer one of the batch begins with it.
         """
         if not any(starts):
             batch = self.backbone.pad(rows, "right")
@@ -273,7 +273,9 @@ class FrozenExecutor(TokenExecutor):
             return self.backbone.hidden(batch, embeddings=embeddings)
         parts = [self.backbone.cut(row, start, 0) for row, start in zip(rows, starts, strict=True)]
         with torch.no_grad():
-            reading = self._read([head for head, _ in parts])
+            reading = read_overlapping(
+                self.backbone, [head for head, _ in parts], self.prefixes.of_weights("frozen"), embed=self.embed
+            )
         tails = self.backbone.pad([tail for _, tail in parts], "right")
         batch = replace(
             tails,

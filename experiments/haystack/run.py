@@ -1,8 +1,9 @@
 """Plot success and executor tokens against the number of memory entries, pasted, compiled, and told by the teacher.
 
-    python -m experiments.haystack.run --out out/haystack [a.b=c ...]
+    python -m experiments.haystack.run --out out/haystack [--pasted-games 35] [a.b=c ...]
 
-plays `eval/alfworld-haystack`, resumes after a kill, prints the table and writes OUT/haystack.png.
+plays `eval/alfworld-haystack`, resumes after a kill, prints the table and writes OUT/haystack.png. Prompts with many
+pasted entries are slow to read, so pasted memory may play fewer games.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from eval.runs import read_results
 from eval.table import interval, markdown_table
 from experiments.stages import run_once
 
-Curves = dict[str, dict[int, Mapping[str, Any]]]  # summaries by delivery and number of entries
+Curves = dict[str, dict[int, Mapping[str, Any]]]
+"""Summaries by delivery and number of entries."""
 
 
 def curves_of(results: Mapping[str, Any]) -> Curves:
@@ -36,6 +38,7 @@ def table(curves: Curves) -> list[str]:
         [
             display_name(delivery),
             str(entries),
+            str(summary["success"]["n"]),
             *(interval(rate) for rate in summary["success_at"].values()),
             f"{summary['executor_tokens_per_step']:.0f}",
         ]
@@ -43,7 +46,9 @@ def table(curves: Curves) -> list[str]:
         for entries, summary in by_size.items()
     ]
     budgets = next(iter(next(iter(curves.values())).values()))["success_at"]
-    return markdown_table(["", "entries", *(f"within {b} steps, %" for b in budgets), "tokens a step"], rows, left=1)
+    return markdown_table(
+        ["", "entries", "games", *(f"within {b} steps, %" for b in budgets), "tokens a step"], rows, left=1
+    )
 
 
 def plot(curves: Curves, path: Path) -> None:
@@ -72,9 +77,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation, such as limit=35")
     parser.add_argument("--out", type=Path, default=Path("out/haystack"))
+    parser.add_argument("--pasted-games", type=int, metavar="N", help="games with pasted memory (default: all)")
     a = parser.parse_args()
-    run_once(a.out, "eval", "eval", "-c", "eval/alfworld-haystack", *a.overrides, "--out", str(a.out / "eval"))
-    curves = curves_of(read_results(a.out / "eval"))
+    fewer = [f"limit={a.pasted_games}"] if a.pasted_games else []
+    curves = Curves()
+    for name, own in (("pasted", ["deliveries=[static]", *fewer]), ("compiled", [])):
+        settings = [*a.overrides, *own, "--out", str(a.out / name)]
+        run_once(a.out, name, "eval", "-c", "eval/alfworld-haystack", *settings)
+        curves |= curves_of(read_results(a.out / name))
     print(*table(curves), sep="\n")
     plot(curves, a.out / "haystack.png")
 

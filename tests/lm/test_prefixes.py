@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import DynamicCache
 
 from lm.backbone import Backbone
-from lm.prefixes import RECENT, PrefixCache, read_prompts
+from lm.prefixes import RECENT, PrefixCache, read_overlapping, read_prompts
 from lm.prompt import Prompt, PromptPart
 from tests import tiny_models
 
@@ -171,3 +171,20 @@ def test_states_behind_cached_beginnings_are_those_of_whole_prompts(vlm: bool) -
         for a, b in zip(*(reading.feed_lines(lines) for reading in (made, plain)), strict=True):
             torch.testing.assert_close(a[0], b[0], atol=1e-4, rtol=1e-4)
         assert all(cached > 0 for cached in made.cached) is (t > 0) and plain.cached == (0, 0, 0)
+
+
+@torch.no_grad()
+def test_prompts_that_begin_other_ones_are_read_behind_them(backbone: Backbone) -> None:
+    """Steps of two episodes, whose prompts end otherwise than the next ones go on."""
+    steps = [
+        backbone.encode([PromptPart(f"{name} " + "go to shelf " * 20 * t)], "find") for name in "ab" for t in (1, 3, 2)
+    ]
+    read, hidden = list[int](), backbone.hidden
+    counted = lambda batch, *given: (read.append(batch.tokens.numel()), hidden(batch, *given))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbone, "hidden", counted)
+        made = read_overlapping(backbone, steps, batches(PrefixCache(64)))
+    rests = [len(step.ids) - cached for step, cached in zip(steps, made.cached, strict=True)]
+    assert max(rests) < 16
+    assert read == [2 * max(len(step.ids) for step in steps), len(steps) * max(rests)]
+    torch.testing.assert_close(made.hidden, read_prompts(backbone, steps, PrefixCache(0)).hidden, atol=1e-4, rtol=1e-4)
