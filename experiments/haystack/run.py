@@ -1,4 +1,4 @@
-"""Plot success and executor tokens against the number of memory entries, pasted, compiled, and told by the teacher.
+"""Plot success and executor tokens against the number of memory entries, pasted and compiled.
 
     python -m experiments.haystack.run --out out/haystack [--pasted-games 35] [a.b=c ...]
 

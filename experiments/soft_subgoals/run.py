@@ -88,13 +88,14 @@ def train_and_evaluate(
     name: str, settings: Sequence[str], *, out: Path, sft: Sequence[str], evaluation: Sequence[str]
 ) -> None:
     """Train a variant and evaluate it in homes left out; both resume."""
-    trained, soft = out / f"sft-{name}", "soft=false" not in settings
+    trained, merged, soft = out / f"sft-{name}", out / f"merged-{name}", "soft=false" not in settings
     says = f"compiler.model={out / 'compiler'}"
     own = [says, *(setting for setting in settings if setting.startswith("compiler."))]
     deliveries = ["compiled_text", "compiled", "compiled_shuffled_soft"] if soft else ["compiled_text"]
-    trains = ["train", "sft", "-c", "sft/alfworld-frozen", f"rows={out / 'reworded' / 'rows'}", "max_steps=90"]
+    trains = ["train", "sft", "-c", "sft/alfworld-frozen", f"rows={out / 'reworded' / 'rows'}"]
     run_once(out, trained.name, *trains, says, *settings, *sft, "--out", f"{trained}")
-    chosen = [f"compiler.checkpoint={trained}", "select={home: [left_out]}", f"deliveries=[{','.join(deliveries)}]"]
+    run_once(out, merged.name, "merge", f"{trained}", "--out", f"{merged}")
+    chosen = [f"compiler.checkpoint={merged}", "select={home: [left_out]}", f"deliveries=[{','.join(deliveries)}]"]
     plays = ["eval", "-c", "eval/alfworld-frozen", *chosen, *own, *evaluation]
     run_once(out, f"eval-{name}", *plays, "--out", f"{out}/eval-{name}")
 
