@@ -17,8 +17,7 @@ from pathlib import Path
 
 from agent.command_teacher import CommandTeacher
 from agent.deliveries import recorded_step
-from agent.records import Episode, compile_request, read_episodes
-from compiler.language import render
+from agent.records import Episode, EpisodeContext, compile_request, read_episodes
 from data_gen.collect import rows_from_record
 from data_gen.rows import save_rows
 from experiments.stages import run_once
@@ -40,14 +39,14 @@ VARIANTS = {  # name: settings of SFT and evaluation
 
 def reword(episode: Episode, entries: EntryStore, teacher: CommandTeacher) -> None:
     """Give every guided step the guidance of the teacher's level."""
-    episode.delivery, said = "expert_compiler", []  # what evaluations call the teacher's delivery
-    for t, step in enumerate(episode.steps):
-        request = compile_request(recorded_step(episode, t, episode.memory_at(t, entries)))
-        said.append(teacher.emission(request, episode.task_id) if step.guidance else None)
-    for step, emission in zip(episode.steps, said, strict=True):
-        if emission is not None:
-            step.emission_text = render(emission)
-            step.guidance, step.reason = emission.guidance, emission.reason
+    episode.delivery = "expert_compiler"  # what evaluations call the teacher's delivery
+    memory = lambda t: episode.memory_at(t, entries)
+    requests = [compile_request(recorded_step(episode, t, memory(t))) for t in range(len(episode.steps))]
+    said = teacher.compile(requests, [EpisodeContext(task_id=episode.task_id)] * len(requests))
+    for step, compilation in zip(episode.steps, said, strict=True):
+        if step.guidance:
+            step.emission_text = compilation.text
+            step.guidance, step.reason = compilation.emission.guidance, compilation.emission.reason
 
 
 def reworded_rows(collection: Path, out: Path) -> None:
@@ -76,7 +75,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.collection is None:
         a.collection = a.out / "collect"
-        run_once(a.out, "collect", "collect", "-c", "collect/alfworld-frozen", "limit=1200", "--out", str(a.collection))
+        run_once(a.out, "collect", "collect", "-c", "collect/alfworld-frozen", "limit=400", "--out", str(a.collection))
     reworded_rows(a.collection, a.out / "reworded")
     if not (a.out / "compiler" / "RECORD.json").exists():
         train_subgoal_compiler(a.out / "compiler", a.out / "work", COMMANDS)
