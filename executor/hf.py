@@ -131,9 +131,10 @@ class FrozenExecutor(TokenExecutor):
         cached = reading.cached if self.prefixes.budget else [None] * len(walks)
         return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
 
-    def _read(self, prompts: Sequence[Prompt]) -> PromptReading:
-        """Read what is new of the prompts."""
-        return read_prompts(self.backbone, prompts, self.prefixes.of_weights("frozen"), embed=self.embed)
+    def _read(self, prompts: Sequence[Prompt], overlapping: bool = False) -> PromptReading:
+        """Read what is new of the prompts, of which some may begin others (overlapping)."""
+        read = read_overlapping if overlapping else read_prompts
+        return read(self.backbone, prompts, self.prefixes.of_weights("frozen"), embed=self.embed)
 
     def _reread(self, prompts: Sequence[Prompt], walks: Sequence[Walk], rows: Sequence[int]) -> Tensor:
         """Read prompts and paths as a whole: states (b, d) at their ends. Recurrent states allow no padding between."""
@@ -273,9 +274,7 @@ class FrozenExecutor(TokenExecutor):
             return self.backbone.hidden(batch, embeddings=embeddings)
         parts = [self.backbone.cut(row, start, 0) for row, start in zip(rows, starts, strict=True)]
         with torch.no_grad():
-            reading = read_overlapping(
-                self.backbone, [head for head, _ in parts], self.prefixes.of_weights("frozen"), embed=self.embed
-            )
+            reading = self._read([head for head, _ in parts], overlapping=True)
         tails = self.backbone.pad([tail for _, tail in parts], "right")
         batch = replace(
             tails,

@@ -22,7 +22,7 @@ from lm.growing_cache import growing_cache
 from lm.prompt import Prompt
 
 RECENT = 4  # batches: what they used is not evicted
-WORTH_A_PASS = 32  # tokens that prompts share beyond the cached ones, to be read in a pass of their own
+WORTH_A_PASS = 32  # more tokens than these, beyond the cached ones, are worth a pass of their own
 Layer = tuple[Tensor, Tensor]  # keys and values, (heads, T, d) each
 Embed = Callable[[Tensor, Sequence[Prompt]], Tensor]  # embeddings (B, T, d) of tokens (B, T) and their prompts
 
@@ -252,8 +252,8 @@ def read_overlapping(
     beginnings the cache then holds, and all of them behind these."""
     first = list[Prompt]()
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.ids), reverse=True):
-        known = max((backbone.common_prefix([prompt, longer])[0] for longer in first), default=0)
-        if len(prompt.ids) - known > WORTH_A_PASS:
+        shared = (backbone.common_prefix([prompt, longer])[0] for longer in first)
+        if len(prompt.ids) - max([prefixes.find(backbone, prompt).tokens, *shared]) > WORTH_A_PASS:
             first.append(prompt)
     if 0 < len(first) < len(prompts):
         read_prompts(backbone, first, prefixes, embed=embed)

@@ -11,28 +11,27 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from fractions import Fraction
 from math import comb
 from pathlib import Path
 
-from agent.records import read_episodes
+from agent.records import Episode
 from eval.intervals import bootstrap_mean
 from eval.metrics import succeeded
-from eval.runs import EPISODES, read_results
+from eval.runs import load_run
 from eval.table import interval, markdown_table
 from experiments.stages import run_once
 
 DELIVERY = "compiled"
 
 
-def solved_by(run: Path, steps: int) -> dict[str, int]:
+def solved_by(episodes: Iterable[Episode], steps: int) -> dict[str, int]:
     """Count the samples that solve each task within a number of steps."""
     solved = Counter[str]()
-    for cell in read_results(run)["cells"].values():
-        for episode in read_episodes(run / cell["path"] / EPISODES, images=False):
-            solved[episode.task_id] += succeeded(episode, steps)
+    for episode in episodes:
+        solved[episode.task_id] += succeeded(episode, steps)
     return dict(solved)
 
 
@@ -62,8 +61,9 @@ def main() -> None:
     own = [f"matrix={{seed: [{seeds}]}}", "memory.isolation=scene", f"deliveries=[{DELIVERY}]"]
     settings = [*own, f"compiler.temperature={a.temperature}", *a.overrides, "--out", f"{a.out}/eval"]
     run_once(a.out, "eval", "eval", "-c", "eval/alfworld-frozen", *settings)
+    episodes = list(load_run(a.out / "eval")[1](False))  # without pictures
     for steps in a.steps:
-        print(f"Within {steps} steps:\n", *table(solved_by(a.out / "eval", steps), a.samples), sep="\n")
+        print(f"Within {steps} steps:\n", *table(solved_by(episodes, steps), a.samples), sep="\n")
 
 
 if __name__ == "__main__":

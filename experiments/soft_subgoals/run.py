@@ -40,8 +40,8 @@ VARIANTS = {  # name: settings of SFT and evaluation
 def reword(episode: Episode, entries: EntryStore, teacher: CommandTeacher) -> None:
     """Give every guided step the guidance of the teacher's level."""
     episode.delivery = "expert_compiler"  # what evaluations call the teacher's delivery
-    memory = lambda t: episode.memory_at(t, entries)
-    requests = [compile_request(recorded_step(episode, t, memory(t))) for t in range(len(episode.steps))]
+    steps = [recorded_step(episode, t, episode.memory_at(t, entries)) for t in range(len(episode.steps))]
+    requests = list(map(compile_request, steps))
     said = teacher.compile(requests, [EpisodeContext(task_id=episode.task_id)] * len(requests))
     for step, compilation in zip(episode.steps, said, strict=True):
         if step.guidance:
