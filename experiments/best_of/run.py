@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[15, 30])
     a = parser.parse_args()
     seeds = ", ".join(map(str, range(a.samples)))
-    own = [f"matrix={{seed: [{seeds}]}}", "memory.isolation=scene", f"deliveries=[{DELIVERY}]"]
+    own = [f"matrix={{seed: [{seeds}]}}", "select={home: [left_out]}", f"deliveries=[{DELIVERY}]"]
     settings = [*own, f"compiler.temperature={a.temperature}", *a.overrides, "--out", f"{a.out}/eval"]
     run_once(a.out, "eval", "eval", "-c", "eval/alfworld-frozen", *settings)
     episodes = list(load_run(a.out / "eval")[1](False))  # without pictures
