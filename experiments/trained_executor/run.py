@@ -45,7 +45,7 @@ from zoo.alfworld.play import Make, games_and_bank, run_games
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SIZES = {1: 0.3, 2: 0.25, 4: 0.25, 8: 0.15, 16: 0.05}
-"""Shares of the chats by the number of entries in memory; an entry of 390 tokens is a third of a chat without memory."""
+"""Shares of the chats by the number of entries in memory; an entry has some 390 tokens, as many as six steps."""
 SHARES = {"none": 0.2, "static": 0.5, "command": 0.15, "subgoal": 0.15}
 """Shares of the chats by what the executor reads: nothing, pasted memory, or guidance of a level."""
 STRAYS = 0.1  # share of random commands, which are not learned
