@@ -113,7 +113,7 @@ class FrozenExecutor(TokenExecutor):
 
     def _follow(self, prompts: Sequence[Prompt], walks: Sequence[Walk]) -> list[Answer]:
         """Decode with a KV cache, to which each pass adds the tokens since the last one."""
-        reading = self._read(prompts)
+        reading = self.read(prompts)
         last, read = reading.hidden[:, -1], [0] * len(walks)
 
         def choose(rows: list[int]) -> list[int]:
@@ -131,8 +131,8 @@ class FrozenExecutor(TokenExecutor):
         cached = reading.cached if self.prefixes.budget else [None] * len(walks)
         return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
 
-    def _read(self, prompts: Sequence[Prompt], overlapping: bool = False) -> PromptReading:
-        """Read what is new of the prompts, of which some may begin others (overlapping)."""
+    def read(self, prompts: Sequence[Prompt], overlapping: bool = False) -> PromptReading:
+        """Read what the prefix cache does not hold of the prompts, of which some may begin others (overlapping)."""
         read = read_overlapping if overlapping else read_prompts
         return read(self.backbone, prompts, self.prefixes.of_weights("frozen"), embed=self.embed)
 
@@ -200,7 +200,7 @@ class FrozenExecutor(TokenExecutor):
 
     def _cached_tree_states(self, prompts: Sequence[Prompt], trees: Sequence[_Tree]) -> list[Tensor]:
         """Read what is new of the prompts, then their trees: states as in `_tree_states`."""
-        reading = self._read(prompts)
+        reading = self.read(prompts)
         width = max(len(tree.tokens) for tree in trees)
         if not width:
             return list(reading.hidden)
@@ -274,7 +274,7 @@ class FrozenExecutor(TokenExecutor):
             return self.backbone.hidden(batch, embeddings=embeddings)
         parts = [self.backbone.cut(row, start, 0) for row, start in zip(rows, starts, strict=True)]
         with torch.no_grad():
-            reading = self._read([head for head, _ in parts], overlapping=True)
+            reading = self.read([head for head, _ in parts], overlapping=True)
         tails = self.backbone.pad([tail for _, tail in parts], "right")
         batch = replace(
             tails,

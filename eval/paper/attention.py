@@ -49,15 +49,14 @@ class Attention:
 @torch.no_grad()
 def last_token_logits(executor: FrozenExecutor, prompt: Prompt) -> Tensor:
     """Return (layers, heads, T) fp32: attention logits of the prompt's last token over all T tokens of the prompt.
-    Their softmax over T is the model's attention.
+    Their softmax over T is the model's attention. Only what the executor's prefix cache does not hold is read.
 
     Raises:
         ValueError: unsupported attention (sliding windows, capped logits, a custom implementation).
     """
-    model, batch = executor.model, executor.backbone.pad([prompt], "right")
-    embeddings = executor.embed(batch.tokens, [prompt])
+    model = executor.model
     with recording_logits(model) as layers:
-        executor.backbone.hidden(batch, embeddings=embeddings)
+        executor.read([prompt])
     expected = model.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
         raise ValueError(

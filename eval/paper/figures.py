@@ -31,6 +31,7 @@ from memory.entry import MemoryEntry
 from memory.protocol import MemorySystem
 
 FIGURES = (3, 4)
+PREFIX_MIB = 1000  # keys and values of an episode's last prompts, which the next one repeats
 
 
 def run_figure(
@@ -87,7 +88,7 @@ class Replay:
 
     @cached_property
     def executor(self) -> FrozenExecutor:
-        settings = self.config.executor.model_copy(update={"mode": "choice"})
+        settings = self.config.executor.model_copy(update={"mode": "choice", "prefix_mib": PREFIX_MIB})
         return load_frozen(settings, executor_instructions_for(self.config.env))
 
     @cached_property

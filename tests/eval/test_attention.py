@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from executor.records import FULL_VIEW
 from lm.backbone import Backbone
+from lm.prefixes import PrefixCache
 from lm.prompt import Prompt
 from soft_mem.projector import inject
 from tests import tiny_models
@@ -100,6 +102,18 @@ def test_the_same_for_an_executor_that_sees() -> None:
     assert prompt.pictures
     ours = last_token_logits(executor, prompt).softmax(-1)
     torch.testing.assert_close(ours, own_weights(executor, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_that_continues_another_is_read_behind_it() -> None:
+    whole, behind = text_executor("llama"), text_executor("llama")
+    behind.prefixes = PrefixCache(10)
+    first = behind.encode(request())
+    longer = replace(first, ids=(*first.ids, *first.ids[:5], *first.ids[:3]))
+    last_token_logits(behind, first)
+    assert behind.prefixes.find(behind.backbone, longer).tokens == len(first.ids)
+    torch.testing.assert_close(
+        last_token_logits(behind, longer), last_token_logits(whole, longer), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_looking_leaves_the_model_as_it_was() -> None:
