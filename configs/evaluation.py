@@ -68,7 +68,8 @@ class EvalConfig(Settings):
     baseline: str | dict[str, str] | None = None
     """What every delivery is compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}."""
     matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = Field(default={})
-    """Axis -> named levels, each a mapping of overrides; or a list of values of the setting that the axis names."""
+    """Axis -> named levels, each a mapping of overrides; or a list of values of the setting that the axis names.
+    Axes of a `base` configuration stay beside those of the one on top; `select` chooses among their levels."""
     select: dict[str, tuple[str, ...]] = Field(default={})
     """Axis -> names of the levels to play, in this order; of axes that it does not name, all levels are played."""
     split: str | None = None
