@@ -38,7 +38,8 @@ def readme(repository: Path) -> str:
 def test_readme_is_short_and_shows_a_diagram_and_a_report(readme: str, repository: Path) -> None:
     assert len(readme.split()) <= 750
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", readme)
-    assert pictures == [f"docs/images/{name}" for name in ("overview.svg", "report.png", "memory_size.png", "attention.png")]
+    shown = ("overview.svg", "report.png", "memory_size.png", "attention.png")
+    assert pictures == [f"docs/images/{name}" for name in shown]
     links = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("http")]
     assert not [link for link in links if not (repository / link.split("#")[0]).exists()]
 
