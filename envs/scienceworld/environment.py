@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -81,6 +82,7 @@ class ScienceWorldEnvironment:
         admissible: commands that observations list. "none": as published agents play. "valid": all 100 to 1,000
             commands with an effect, which takes 20 to 40 ms per step.
         kinds: task types that splits list (default: all 30).
+        in_turn: list the first variation of every type, then the second of every type, and so on.
         timeout: seconds after which a call into Java fails.
     """
 
@@ -93,6 +95,7 @@ class ScienceWorldEnvironment:
         step_limit: int = 100,
         admissible: Admissible = "none",
         kinds: Sequence[str] | None = None,
+        in_turn: bool = False,
         timeout: float = 180.0,
     ) -> None:
         require_package()
@@ -109,13 +112,14 @@ class ScienceWorldEnvironment:
             raise ValueError(f"unknown task type {unknown[0]!r}: there are {', '.join(all_kinds())}")
         self._kinds = sorted(kinds) if kinds is not None else all_kinds()
         self._step_limit, self._admissible, self._timeout = step_limit, admissible, timeout
+        self._in_turn = in_turn
         self._listed: dict[str, list[Task]] = {}
         self._walks: dict[tuple[str, str], _Walk] = {}  # by split and task
         self._java: Simulator | None = None
         self._live: _Live | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split by type and number, or in the task file's order.
+        """List a split by type and number, or with `in_turn` by number and type; or in the task file's order.
 
         Raises:
             ValueError: the split is unknown, or a line of the task file is invalid.
@@ -239,14 +243,14 @@ class ScienceWorldEnvironment:
                     "same variations with the simulator's goals and score, and needs no file"
                 )
             return [task for task in file_tasks(Path(self._tasks_file)) if task.kind in self._kinds]
-        simulator, listed = self._simulator(), list[Task]()
+        simulator, listed = self._simulator(), list[list[Task]]()
         for kind in self._kinds:
             numbers = simulator.variations(kind, split) if split != LISTED_SPLIT else VARIATIONS.get(kind, ())
             goals = simulator.descriptions(kind, numbers)
-            listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
+            listed.append([make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)])
         if self._live:
             self._live.moved_on = True  # listing replaced its world
-        return listed
+        return [task for some in (zip_longest(*listed) if self._in_turn else listed) for task in some if task]
 
     def _observe(self, text: str) -> Observation:
         if self._admissible == "none":
@@ -339,6 +343,8 @@ class ScienceWorldSettings(EnvSettings):
     """Commands that observations list: none, or all valid ones (20 to 40 ms per step)."""
     kinds: tuple[str, ...] | None = None
     """Task types to list; null: all."""
+    in_turn: bool = False
+    """List the first variation of every task type, then the second, and so on, so that `limit` has all types."""
     tasks_file: PathName | None = None
     """AgentSquare task file (JSONL), for split agentsquare."""
     step_limit: int = Field(default=100, ge=1)
@@ -346,7 +352,7 @@ class ScienceWorldSettings(EnvSettings):
 
 
 def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
-    arguments = settings.model_dump(include={"simplifications", "admissible", "step_limit", "kinds"})
+    arguments = settings.model_dump(include={"simplifications", "admissible", "step_limit", "kinds", "in_turn"})
     arguments["tasks_file"] = str(Path(settings.tasks_file).resolve()) if settings.tasks_file else None
     return WorkerSpec(f"{__name__}:ScienceWorldEnvironment", arguments)
 

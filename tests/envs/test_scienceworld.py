@@ -250,6 +250,10 @@ def test_listing_does_not_disturb_an_episode(env: ScienceWorldEnvironment) -> No
     with pytest.MonkeyPatch.context() as patch:  # two types instead of thirty
         patch.setattr(env, "_kinds", ["boil", "inclined-plane-determine-angle"])
         assert len(env.tasks("dev")) == 7 + 42
+        patch.setattr(env, "_in_turn", True)
+        in_turn = env._list("dev")
+        assert [task.kind for task in in_turn[:14]] == env._kinds * 7 and len({task.id for task in in_turn}) == 7 + 42
+        assert {task.kind for task in in_turn[14:]} == {env._kinds[1]}
     env._listed.pop("dev")
     assert env.step("look around").observation.text == seen
 
