@@ -40,6 +40,7 @@ from executor.build import executor_rules, executor_view
 from executor.prompt import MemoryBlock, Turn
 from lm.backbone import load_encoder
 from memory.trajectory import goal_with_scene
+from runtime.store import atomic_folder
 from zoo.alfworld.commands import READER, Follower, StateRecorder
 from zoo.alfworld.play import Make, games_and_bank, run_games
 
@@ -141,7 +142,8 @@ def write_chats(model: str, out: Path, seed: int, limit: int) -> None:
                 bar.update()
     random.Random(seed).shuffle(chats)
     numbers = List(Value("int32"))
-    Dataset.from_list(chats, Features(input_ids=numbers, labels=numbers)).save_to_disk(out / "chats")
+    with atomic_folder(out / "chats") as folder:
+        Dataset.from_list(chats, Features(input_ids=numbers, labels=numbers)).save_to_disk(folder)
     print(f"{len(chats)} chats; {too_long} of more than {CONTEXT} tokens left out")
 
 
@@ -172,8 +174,9 @@ def train(model: str, out: Path, seed: int, steps: int, chats_a_step: int) -> No
     (out / "training").mkdir(exist_ok=True)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(out / "training")))
     merged = trainer.model.merge_and_unload(safe_merge=True)  # type: ignore[union-attr]
-    merged.save_pretrained(out / "executor")
-    AutoTokenizer.from_pretrained(model).save_pretrained(out / "executor")
+    with atomic_folder(out / "executor") as folder:
+        merged.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
 def main() -> None:
@@ -185,7 +188,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     write_chats(a.model, a.out, seed=a.seed, limit=a.steps * a.chats_a_step)
-    if not (a.out / "executor" / "config.json").exists():
+    if not (a.out / "executor").exists():
         train(a.model, a.out, seed=a.seed, steps=a.steps, chats_a_step=a.chats_a_step)
 
 
