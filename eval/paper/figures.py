@@ -88,7 +88,8 @@ class Replay:
 
     @cached_property
     def executor(self) -> FrozenExecutor:
-        settings = self.config.executor.model_copy(update={"mode": "choice", "prefix_mib": PREFIX_MIB})
+        prefix_mib = max(self.config.executor.prefix_mib, PREFIX_MIB)
+        settings = self.config.executor.model_copy(update={"mode": "choice", "prefix_mib": prefix_mib})
         return load_frozen(settings, executor_instructions_for(self.config.env))
 
     @cached_property

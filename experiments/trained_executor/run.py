@@ -30,19 +30,18 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec
 from agent.records import Episode, StepInput, executor_request
 from compiler.language import Emission, parse
-from configs.evaluation import EvalMemoryConfig
 from configs.models import ExecutorConfig
-from data_gen.recall_mix import RecallMix
 from envs.alfworld.environment import AlfworldSettings
 from envs.registry import executor_instructions_for
 from executor.base import TokenExecutor
 from executor.build import executor_rules, executor_view
-from executor.prompt import MemoryBlock, Turn
+from executor.prompt import Turn
 from lm.backbone import load_encoder
 from memory.trajectory import goal_with_scene
 from runtime.store import atomic_folder
-from zoo.alfworld.commands import READER, Follower, StateRecorder
-from zoo.alfworld.play import Make, games_and_bank, run_games
+from zoo.alfworld.commands import Follower, StateRecorder, material
+from zoo.alfworld.play import READER, Make, run_games
+from zoo.curriculum import IGNORE
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SIZES = {1: 0.3, 2: 0.25, 4: 0.25, 8: 0.15, 16: 0.05}
@@ -52,7 +51,6 @@ SHARES = {"none": 0.2, "static": 0.5, "command": 0.15, "subgoal": 0.15}
 STRAYS = 0.1  # share of random commands, which are not learned
 STEPS = 30  # of an episode
 CONTEXT = 8192  # tokens; longer chats are left out
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,9 @@ class Game:
 
 def games_of(work: Path, seed: int, limit: int | None) -> tuple[Make, list[Game]]:
     """Return an environment factory, and random train games, half of which recall no entry of their own home."""
-    memory = EvalMemoryConfig(k=max(SIZES), pictures=0, settings={"text": "raw", "outcomes": "success"})
-    make_env, tasks, bank = games_and_bank(work, "train", None, memory, AlfworldSettings(notes_places=True))
-    tasks = random.Random(seed).sample(tasks, len(tasks))[:limit]
-    specs = RecallMix(own_scene=0.5, seed=seed, reader=READER).specs(tasks, bank, memory)
-    return make_env, [Game.drawn(spec, seed) for spec in specs]
+    make_env, specs = material(work, seed, games=None, mix={"own_scene": 0.5}, k=max(SIZES))
+    chosen = random.Random(seed).sample(specs, len(specs))[:limit]
+    return make_env, [Game.drawn(spec, seed) for spec in chosen]
 
 
 def played(make_env: Make, games: Sequence[Game], reads: str, seed: int) -> Iterator[tuple[Episode, list[Emission]]]:
@@ -107,7 +103,6 @@ def chat_ids(executor: TokenExecutor, episode: Episode, reads: str, said: Sequen
                 past=tuple(past),
                 pasted_memory=episode.memory_text if reads == "static" else "",
                 emission=shown,
-                first=episode.steps[0].observation,
             ),
             executor,
         )
@@ -117,8 +112,7 @@ def chat_ids(executor: TokenExecutor, episode: Episode, reads: str, said: Sequen
         labels += [IGNORE] * (len(prompt) - len(ids))
         labels += action if step.action == step.guidance else [IGNORE] * len(action)
         ids = prompt + action
-        compiled = MemoryBlock(guidance=shown.guidance, reason=shown.reason) if shown else MemoryBlock()
-        past.append(Turn(step.observation, step.action, compiled))
+        past.append(Turn(step.observation, step.action, request.delivered))
     return {"input_ids": ids, "labels": labels}
 
 
@@ -126,9 +120,8 @@ def write_chats(model: str, out: Path, seed: int, limit: int) -> None:
     """Play `limit` train games and write their chats as token ids, in random order, unless they are there."""
     if (out / "chats").exists():
         return
-    env, settings = AlfworldSettings(notes_places=True), ExecutorConfig(model=model)
-    told = executor_instructions_for(env)
-    rules, view = executor_rules(settings, told), executor_view(settings, told)
+    settings, instructions = ExecutorConfig(model=model), executor_instructions_for(AlfworldSettings())
+    rules, view = executor_rules(settings, instructions), executor_view(settings, instructions)
     executor = TokenExecutor(load_encoder(model), instructions=rules, reads=view)
     make_env, games = games_of(out / "games", seed, limit)
     chats, too_long = list[dict[str, list[int]]](), 0

@@ -6,8 +6,9 @@ from agent.records import Episode, StepRecord
 from compiler.language import Emission
 from executor.base import TokenExecutor
 from executor.records import ExecutorView
-from experiments.trained_executor.run import IGNORE, chat_ids
+from experiments.trained_executor.run import chat_ids
 from lm.backbone import load_encoder
+from zoo.curriculum import IGNORE
 
 MEMORY = "in home 17: put a mug in desk\n> go to shelf 1\n> take mug 1 from shelf 1"
 VIEWS = ("You see a shelf 1, and a desk 1.", "On the shelf 1, you see a mug 2.", "You pick up the mug 2.")

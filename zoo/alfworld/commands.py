@@ -322,17 +322,18 @@ class Follower:
 
 
 def material(
-    work: Path, seed: int, games: int | None, split: str = "train", mix: Mapping[str, float] = MIX
+    work: Path, seed: int, games: int | None, split: str = "train", mix: Mapping[str, float] = MIX, k: int = K
 ) -> tuple[Make, list[EpisodeSpec]]:
     """Return an environment factory, and games with the raw entries that they recall; the bank is beside `work`.
 
     Args:
         mix: shares of the games by what they recall (`RecallMix`).
+        k: maximum number of entries.
 
     Raises:
         FileNotFoundError: ALFWORLD_DATA holds no games.
     """
-    memory = EvalMemoryConfig(k=K, pictures=0, settings={"text": "raw", "outcomes": "success"})
+    memory = EvalMemoryConfig(k=k, pictures=0, settings={"text": "raw", "outcomes": "success"})
     make_env, tasks, bank = games_and_bank(work, split, games, memory, AlfworldSettings(notes_places=True))
     return make_env, RecallMix(**mix, seed=seed, reader=READER).specs(tasks, bank, memory)
 
