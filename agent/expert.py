@@ -25,7 +25,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from agent.leads import Lead, answers, find_leads, find_random_lead, of_scene, rationales, scene_of
-from agent.recipe_guidance import because, pairs_after, step_pairs, words_of
+from agent.recipe_guidance import because, pairs_after, past_successes, step_pairs, words_of
 from agent.records import Episode, EpisodeContext
 from compiler.brief_state import MAX_ITEMS, PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
@@ -147,8 +147,8 @@ class ExpertTeacher:
         if not self.reader.follows_recipes or not self.reader.steps(plan[:1]) or plan[0] in request.history[-1:]:
             return None
         step, last = plan[0], ["", *self.reader.steps(request.history)]
-        shape, after = self.reader.shape, step_pairs(self.reader, request.goal, request.memory)
-        after = pairs_after(self.reader, after, last[-1])
+        episodes = [past.actions for past in past_successes(request.goal, request.memory)]
+        shape, after = self.reader.shape, pairs_after(self.reader, step_pairs(self.reader, episodes), last[-1])
         votes = Counter(shape(following) for _, following in after)
         if not after or votes[shape(step)] < max(votes.values()):
             return None

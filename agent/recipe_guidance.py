@@ -1,7 +1,7 @@
 """Guidance for recipes: the step that followed in past episodes of the task, for environments whose tasks repeat.
 
 Past episodes are aligned by the last step done, word for word or else by its shape (`CommandReader.shape`). The
-guidance is the step that most of them did next, in the words of the most similar episode.
+guidance is the step that most of them did next, in the words of the most similar episode and with this goal's things.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from compiler.brief_state import MAX_CHARACTERS, Create, Op, Update
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.command_reader import CommandReader
-from memory.entry import MemoryEntry
+from memory.entry import MemoryEntry, Provenance
 
 Pair = tuple[str, str]
 STEP = "last step"  # belief: the last step of the recipe that was done
 
 
-def step_pairs(reader: CommandReader, goal: str, memory: Sequence[MemoryEntry]) -> list[Pair]:
-    """List every two consecutive steps of the scene's successful episodes; "" precedes the first."""
-    return [
-        pair
-        for entry in memory
-        if entry.provenance.success and of_scene(goal, entry)
-        for pair in pairwise(["", *reader.steps(entry.provenance.actions)])
-    ]
+def past_successes(goal: str, memory: Sequence[MemoryEntry]) -> list[Provenance]:
+    """List the successful episodes of the scene."""
+    return [entry.provenance for entry in memory if entry.provenance.success and of_scene(goal, entry)]
+
+
+def step_pairs(reader: CommandReader, episodes: Sequence[Sequence[str]]) -> list[Pair]:
+    """List every two consecutive steps of each episode; "" precedes the first."""
+    return [pair for commands in episodes for pair in pairwise(["", *reader.steps(commands)])]
 
 
 def pairs_after(reader: CommandReader, pairs: Sequence[Pair], last: str) -> list[Pair]:
@@ -60,18 +60,20 @@ def recipe_emission(
         seed: of the random step.
     """
     ops, last = _last_step(reader, request)
+    successes = past_successes(request.goal, request.memory)
+    episodes = [[reader.adapted(a, past.goal, request.goal) for a in past.actions] for past in successes]
     if entry == "random":
-        steps = [step for _, step in step_pairs(reader, request.goal, request.memory)]
+        steps = [step for _, step in step_pairs(reader, episodes)]
         drawn = random.Random(f"{seed} {request.goal} {len(request.history)}").choice(steps or [""])
         return Emission(drawn, because((last, drawn)), ops) if drawn else Emission(ops=ops)
-    pairs = pairs_after(reader, step_pairs(reader, request.goal, request.memory), last)
+    pairs = pairs_after(reader, step_pairs(reader, episodes), last)
     votes = Counter(following for _, following in pairs)
     known = words_of(" ".join((request.goal, request.observation, last, *request.history[-1:])))
     likely = [step for step, n in votes.most_common() if n > 1 or words_of(step) <= known]
     if not likely:
         return Emission(ops=ops)
     pair = next(p for p in pairs if p[1] == likely[0])
-    guidance = (_way_to(reader, request, pair) if entry == "right" else "") or pair[1]
+    guidance = (_way_to(reader, request, episodes, pair) if entry == "right" else "") or pair[1]
     repeated = guidance in request.history[-1:] and (is_refusal(request.observation) or guidance != pair[1])
     return Emission(ops=ops) if repeated else Emission(guidance, because(pair), ops)
 
@@ -88,20 +90,16 @@ def _last_step(reader: CommandReader, request: CompileRequest) -> tuple[tuple[Op
     return (Update(STEP, step) if known else Create(STEP, step),), command[0]
 
 
-def _way_to(reader: CommandReader, request: CompileRequest, pair: Pair) -> str:
-    """Return the command that goes where an episode did the pair's second step; "" if the agent is there, or if M does
-    not say where that was."""
+def _way_to(reader: CommandReader, request: CompileRequest, episodes: Sequence[Sequence[str]], pair: Pair) -> str:
+    """Return the command that goes where an episode did the pair's second step; "" if the agent is there, or if no
+    episode says where that was."""
     here = reader.here(request.observation, request.history)
-    for entry in request.memory:
-        actions = entry.provenance.actions
-        steps = [i for i, action in enumerate(actions) if reader.steps([action])]
+    for commands in episodes:
+        steps = [i for i, command in enumerate(commands) if reader.steps([command])]
         for before, i in pairwise([-1, *steps]):
-            if pair != (actions[before] if before >= 0 else "", actions[i]):
+            if pair != (commands[before] if before >= 0 else "", commands[i]):
                 continue
-            facts = reader.facts(actions[: i + 1])
-            place = facts[-1].place if len(facts) > len(reader.facts(actions[:i])) else ""
-            if not place or not here or place in here:
-                return ""
-            went = (action for action in reversed(actions[:i]) if reader.here("", [action]) == {place})
-            return next(went, reader.way(place))
+            facts = reader.facts(commands[: i + 1])
+            place = facts[-1].place if len(facts) > len(reader.facts(commands[:i])) else ""
+            return "" if not place or not here or place in here else reader.way(place, next(iter(here)))
     return ""

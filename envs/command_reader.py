@@ -219,6 +219,10 @@ class CommandReader:
         """Return the steps of a recipe: commands other than looks and walks."""
         return list(actions)
 
+    def adapted(self, command: str, goal: str, to: str) -> str:
+        """Return a command of an episode with the things of its goal replaced by those of goal `to`."""
+        return command
+
     def shape(self, command: str) -> str:
         """Return the form that a command shares with similar ones of other episodes."""
         return re.sub(r"\d+", "#", command)
@@ -247,8 +251,8 @@ class CommandReader:
         """Return the needed thing, as the Brief State notes that a place lacks it."""
         return need
 
-    def way(self, place: str) -> str:
-        """Return guidance to a place."""
+    def way(self, place: str, here: str = "") -> str:
+        """Return the command that leads to a place; from `here`, if the way depends on where the agent is."""
         return f"go to {place}"
 
     def sentence(self, scene: str, need: str, place: str) -> str:

@@ -1,24 +1,25 @@
 """Command reader of ScienceWorld: rooms and order of a recipe's steps."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from envs.command_reader import AgentState, CommandReader, Fact, Reading, Step, last_of_each
 from envs.scienceworld import view_parser
 
-ROOMS = (
-    "art studio",
-    "bathroom",
-    "bedroom",
-    "foundry",
-    "greenhouse",
-    "hallway",
-    "kitchen",
-    "living room",
-    "outside",
-    "workshop",
-)
+DOORS: Mapping[str, tuple[str, ...]] = {
+    "art studio": ("hallway",),
+    "bathroom": ("kitchen",),
+    "bedroom": ("hallway",),
+    "foundry": ("outside",),
+    "greenhouse": ("hallway", "outside"),
+    "hallway": ("art studio", "bedroom", "greenhouse", "kitchen", "living room", "workshop"),
+    "kitchen": ("bathroom", "hallway", "outside"),
+    "living room": ("hallway",),
+    "outside": ("foundry", "greenhouse", "kitchen"),
+    "workshop": ("hallway",),
+}
+"""The rooms of the house, and those to which each has doors."""
 TELEPORT = "teleport to "
 RELATED = 0.6  # minimum share of common words of goals of one type
 _MOVE = re.compile(r"(?:go to|teleport to|open door to) (?P<room>.+)")
@@ -33,7 +34,7 @@ _OUTSIDE = re.compile(r"This outside location is called the (?P<room>[a-z ]+)\."
 
 _ABOUT = re.compile(
     r"Your task is to (?:boil|freeze|melt|change the state of matter of|measure the (?:temperature|melting point) of"
-    r"|find a\(n\)|grow an?|turn on the|determine if) ((?:(?! is | from |, |\.).)+)"
+    r"|find a\(n\)|grow an?|turn on the|determine if|use chemistry to create) ((?:(?! is | from |, |\.).)+)"
 )
 
 
@@ -50,6 +51,19 @@ def room_in(text: str) -> str:
     """Return the agent's room according to an answer; "" if it names none."""
     found = _NAMED.search(text) or _OUTSIDE.search(text)
     return found["room"] if found else ""
+
+
+def next_room(here: str, place: str) -> str:
+    """Return the first room on a shortest way to a place; the place itself if either is no room."""
+    if here not in DOORS or place not in DOORS:
+        return place
+    found, ways = {here}, [[room] for room in DOORS[here]]
+    for way in ways:  # grows: shorter ways first
+        if way[-1] == place:
+            return way[0]
+        found.add(way[-1])
+        ways += [[*way, room] for room in DOORS[way[-1]] if room not in found]
+    return place
 
 
 def destination(plan: Sequence[str]) -> tuple[int, str]:
@@ -145,7 +159,7 @@ class ScienceWorldReader(CommandReader):
 
     def fetch(self, thing: str, place: str) -> tuple[str, ...]:
         """Return the commands that take a thing in a room."""
-        return (f"{TELEPORT}{place}", f"pick up {thing}") if place in ROOMS else (f"pick up {thing}",)
+        return (f"{TELEPORT}{place}", f"pick up {thing}") if place in DOORS else (f"pick up {thing}",)
 
     def related(self, goal: str, other: str) -> bool:
         """Return whether both goals are of one task type, by their share of common words."""
@@ -181,6 +195,14 @@ class ScienceWorldReader(CommandReader):
     def steps(self, actions: Sequence[str]) -> list[str]:
         return [command for command in actions if not _IDLE.match(command)]
 
+    def adapted(self, command: str, goal: str, to: str) -> str:
+        """Replace the thing or substance that a goal is about; things in the inventory are named without it, as valid
+        commands do."""
+        theirs, own = (found[1].lower() if (found := _ABOUT.search(text)) else "" for text in (goal, to))
+        if theirs and own:
+            command = re.sub(rf"\b{re.escape(theirs)}\b", own, command, flags=re.IGNORECASE)
+        return command.replace(" in inventory", "")
+
     def shape(self, command: str) -> str:
         """Return the verb."""
         verb = _VERB.match(command)
@@ -211,6 +233,10 @@ class ScienceWorldReader(CommandReader):
 
     def thing(self, need: str) -> str:
         return need.removeprefix("pick up ")
+
+    def way(self, place: str, here: str = "") -> str:
+        """Return the move to the next room on a shortest way from room `here`, or to the place itself."""
+        return super().way(next_room(here, place))
 
     def sentence(self, scene: str, need: str, place: str) -> str:
         """Write the room of a step."""

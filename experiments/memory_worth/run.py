@@ -26,7 +26,7 @@ from data_gen.experience import open_experience_bank
 from data_gen.tasks import episode_specs, select_tasks
 from envs.household.command_reader import first_taken, subgoals
 from envs.registry import Environments, command_reader_for, evaluation_split
-from envs.scienceworld.command_reader import ROOMS, TELEPORT, destination, is_harmless
+from envs.scienceworld.command_reader import DOORS, TELEPORT, destination, is_harmless
 from eval.intervals import bootstrap_mean
 from eval.metrics import grouped, paired_difference, succeeded
 from eval.table import interval, markdown_table, points
@@ -65,7 +65,7 @@ def search_rooms(request: ExecutorRequest, plan: Sequence[str], draw: random.Ran
         return None
     past = takewhile(is_harmless, reversed(request.history))
     visited = {command.removeprefix(TELEPORT) for command in past if command.startswith(TELEPORT)}
-    unvisited = [name for name in ROOMS if name not in visited]
+    unvisited = [name for name in DOORS if name not in visited]
     if (guided := request.delivered.guidance.removeprefix("go to ")) in unvisited:
         return f"{TELEPORT}{guided}"
     likely = [name for name in unvisited if name in request.goal]

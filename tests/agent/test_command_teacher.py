@@ -299,15 +299,18 @@ def test_recipes_go_on_as_most_past_episodes_did() -> None:
     assert teacher.emission(replace(once, observation="a button 1 to press")).guidance == "press button 1"
 
 
-def test_in_scienceworld_it_shows_the_way_to_the_room_of_the_next_step() -> None:
-    goal = "Your task is to boil water."
-    did = ("teleport to kitchen", "pick up metal pot", "activate stove")
-    past = tuple(remembered("", *did, goal=goal) for _ in range(2))
+def test_in_scienceworld_it_shows_the_way_to_the_next_step_with_the_things_of_the_goal() -> None:
+    did = ("go to hallway", "go to kitchen", "pick up water", "use thermometer in inventory on water")
+    past = tuple(remembered("", *did, goal="Your task is to boil water.") for _ in range(2))
+    goal = "Your task is to boil ice cream."
     teacher = CommandTeacher(reader=ScienceWorldReader())
     say = lambda view, *done: teacher.emission(CompileRequest(goal, past, BriefState(goal), view, history=done))
-    assert say("This room is called the hallway.").guidance == "teleport to kitchen"
-    arrived = say("This room is called the kitchen. You see a metal pot.", "teleport to kitchen")
-    assert (arrived.guidance, arrived.reason) == ("pick up metal pot", "it began with pick up metal pot")
+    assert say("This room is called the workshop.").guidance == "go to hallway"
+    assert say("You move to the hallway.", "go to hallway").guidance == "go to kitchen"
+    arrived = say("This room is called the kitchen. You see ice cream.", "go to kitchen")
+    assert (arrived.guidance, arrived.reason) == ("pick up ice cream", "it began with pick up ice cream")
+    taken = say("You move the ice cream to the inventory.", "pick up ice cream")
+    assert taken.guidance == "use thermometer on ice cream"
 
 
 def test_a_kind_of_place_without_a_door_is_noted_and_own_places_where_scenes_differ() -> None:

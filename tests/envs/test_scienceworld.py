@@ -20,8 +20,10 @@ pytest.importorskip("py4j", reason="needs the extra scienceworld")
 import envs.scienceworld.simulator as simulator_module
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.scienceworld.agentsquare import VARIATIONS
+from envs.scienceworld.command_reader import DOORS, next_room
 from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, all_kinds, file_tasks, make_task
 from envs.scienceworld.simulator import java_path
+from envs.scienceworld.view_parser import parse_doors
 
 pytestmark = [pytest.mark.scienceworld, pytest.mark.seconds]
 
@@ -152,6 +154,15 @@ def test_two_processes_give_the_same_answers(env: ScienceWorldEnvironment) -> No
             assert other.step(command) == env.step(command)
     finally:
         other.close()
+
+
+def test_the_house_has_the_doors_that_the_reader_knows(env: ScienceWorldEnvironment) -> None:
+    env.reset(env.tasks("dev")[0])
+    for room, doors in DOORS.items():
+        env.step(f"teleport to {room}")
+        assert set(parse_doors(env.step("look around").observation.text)) == set(doors)
+    assert next_room("workshop", "foundry") == "hallway" and next_room("kitchen", "foundry") == "outside"
+    assert next_room("here", "foundry") == next_room("outside", "foundry") == "foundry"
 
 
 def test_who_follows_the_expert_costs_the_simulator_nothing(
