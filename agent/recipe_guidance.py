@@ -15,14 +15,14 @@ from typing import Literal
 
 from agent.leads import of_scene
 from agent.records import is_refusal
-from compiler.brief_state import MAX_CHARACTERS, Create, Op, Update
+from compiler.brief_state import MAX_CHARACTERS, BriefState, Create, Op, Update
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.command_reader import CommandReader
 from memory.entry import MemoryEntry, Provenance
 
 Pair = tuple[str, str]
-STEP = "last step"  # belief: the last step of the recipe that was done
+STEP, PLACE = "last step", "place"  # beliefs: the last step of the recipe that was done, and where the agent is
 
 
 def past_successes(goal: str, memory: Sequence[MemoryEntry]) -> list[Provenance]:
@@ -59,47 +59,68 @@ def recipe_emission(
         entry: "random": a control, which says any step of any entry. "none": another, which names no places.
         seed: of the random step.
     """
-    ops, last = _last_step(reader, request)
     successes = past_successes(request.goal, request.memory)
     episodes = [[reader.adapted(a, past.goal, request.goal) for a in past.actions] for past in successes]
+    recipe = step_pairs(reader, episodes)
+    step_ops, last = _last_step(reader, request, recipe)
+    place_ops, here = _place(reader, request)
+    ops = step_ops + place_ops
     if entry == "random":
-        steps = [step for _, step in step_pairs(reader, episodes)]
+        steps = [step for _, step in recipe]
         drawn = random.Random(f"{seed} {request.goal} {len(request.history)}").choice(steps or [""])
         return Emission(drawn, because((last, drawn)), ops) if drawn else Emission(ops=ops)
-    pairs = pairs_after(reader, step_pairs(reader, episodes), last)
+    pairs = pairs_after(reader, recipe, last)
     votes = Counter(following for _, following in pairs)
     known = words_of(" ".join((request.goal, request.observation, last, *request.history[-1:])))
     likely = [step for step, n in votes.most_common() if n > 1 or words_of(step) <= known]
     if not likely:
         return Emission(ops=ops)
     pair = next(p for p in pairs if p[1] == likely[0])
-    guidance = (_way_to(reader, request, episodes, pair) if entry == "right" else "") or pair[1]
+    place = _place_of(reader, episodes, pair) if entry == "right" and here else ""
+    guidance, reason = pair[1], because(pair)
+    if place and place != here:
+        guidance, reason = reader.way(place, here), f"the next step was in {place}"
     repeated = guidance in request.history[-1:] and (is_refusal(request.observation) or guidance != pair[1])
-    return Emission(ops=ops) if repeated else Emission(guidance, because(pair), ops)
+    return Emission(ops=ops) if repeated else Emission(guidance, reason, ops)
 
 
-def _last_step(reader: CommandReader, request: CompileRequest) -> tuple[tuple[Op, ...], str]:
-    """Return the operations that note the last step done, and that step; "" before the first."""
-    state, command = request.state, request.history[-1:]
+def _last_step(reader: CommandReader, request: CompileRequest, recipe: Sequence[Pair]) -> tuple[tuple[Op, ...], str]:
+    """Return the operations that note the last step of the recipe that was done, and that step; "" before the first.
+
+    A command is a step of the recipe if it is in it word for word, or if it has the shape of one that is due.
+    """
+    state, told = request.state, {step for _, step in recipe}
+    last = (state.belief(STEP) or "") if state else ""
+    commands = request.history if state is None else request.history[-1:]
+    for command in () if state and is_refusal(request.observation) else reader.steps(commands):
+        due = {reader.shape(step) for _, step in pairs_after(reader, recipe, last)}
+        last = command if command in told or reader.shape(command) in due else last
+    changed = state is not None and last != (state.belief(STEP) or "")
+    return _note(state, STEP, last) if state and changed else (), last
+
+
+def _place(reader: CommandReader, request: CompileRequest) -> tuple[tuple[Op, ...], str]:
+    """Return the operations that note where the agent is, and that place; "" if it is not known."""
+    state, done = request.state, request.history
     if state is None:
-        return (), next(reversed(reader.steps(request.history)), "")
-    known = state.belief(STEP) or ""
-    if not reader.steps(command) or is_refusal(request.observation) or known == command[0]:
-        return (), known
-    step = command[0][:MAX_CHARACTERS]
-    return (Update(STEP, step) if known else Create(STEP, step),), command[0]
+        return (), next(iter(reader.here(request.observation, done)), "")
+    moved = () if is_refusal(request.observation) else done[-1:]
+    known = state.belief(PLACE) or ""
+    now = next(iter(reader.here(request.observation, moved)), known)
+    return (() if now == known else _note(state, PLACE, now)), now
 
 
-def _way_to(reader: CommandReader, request: CompileRequest, episodes: Sequence[Sequence[str]], pair: Pair) -> str:
-    """Return the command that goes where an episode did the pair's second step; "" if the agent is there, or if no
-    episode says where that was."""
-    here = reader.here(request.observation, request.history)
+def _note(state: BriefState, key: str, value: str) -> tuple[Op, ...]:
+    short = value[:MAX_CHARACTERS]
+    return (Update(key, short) if state.belief(key) else Create(key, short),)
+
+
+def _place_of(reader: CommandReader, episodes: Sequence[Sequence[str]], pair: Pair) -> str:
+    """Return where an episode did the pair's second step; "" if none says so."""
     for commands in episodes:
         steps = [i for i, command in enumerate(commands) if reader.steps([command])]
         for before, i in pairwise([-1, *steps]):
-            if pair != (commands[before] if before >= 0 else "", commands[i]):
-                continue
-            facts = reader.facts(commands[: i + 1])
-            place = facts[-1].place if len(facts) > len(reader.facts(commands[:i])) else ""
-            return "" if not place or not here or place in here else reader.way(place, next(iter(here)))
+            if pair == (commands[before] if before >= 0 else "", commands[i]):
+                facts = reader.facts(commands[: i + 1])
+                return facts[-1].place if len(facts) > len(reader.facts(commands[:i])) else ""
     return ""
