@@ -1,15 +1,17 @@
 """Plot success and executor tokens against the number of memory entries, pasted and compiled.
 
-    python -m experiments.haystack.run --out out/haystack [--pasted-games 35] [a.b=c ...]
+    python -m experiments.haystack.run --out out/haystack [--pasted-games 35] [--trained MODEL] [a.b=c ...]
 
 plays `eval/alfworld-haystack`, resumes after a kill, prints the table and writes OUT/haystack.png. Prompts with many
-pasted entries are slow to read, so pasted memory may play fewer games.
+pasted entries are slow to read, so pasted memory may play fewer games. With `--trained`, an executor that was trained
+to read pasted memory (`experiments/trained_executor`) plays as well; of what is compiled it reads the text, since the
+soft tokens were trained through the frozen executor.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +22,30 @@ from eval.table import interval, markdown_table
 from experiments.stages import run_once
 
 Curves = dict[str, dict[int, Mapping[str, Any]]]
-"""Summaries by delivery and number of entries."""
+"""Summaries by what is read and by whom, and by number of entries."""
 
 
-def curves_of(results: Mapping[str, Any]) -> Curves:
-    """Sort the summaries of the matrix by delivery and number of entries."""
+def curves_of(results: Mapping[str, Any], executor: str = "") -> Curves:
+    """Sort the summaries of the matrix by delivery, with the executor's name, and number of entries."""
     found: Curves = {}
     for name, summary in results["results"].items():
         group, delivery = split_name(name)
-        found.setdefault(delivery, {})[int(group.rpartition("=")[2])] = summary
-    return {delivery: dict(sorted(by_size.items())) for delivery, by_size in found.items()}
+        title = display_name(delivery) + (f", {executor}" if executor else "")
+        found.setdefault(title, {})[int(group.rpartition("=")[2])] = summary
+    return {title: dict(sorted(by_size.items())) for title, by_size in found.items()}
 
 
 def table(curves: Curves) -> list[str]:
     """Format success and tokens a step by delivery and number of entries."""
     rows = [
         [
-            display_name(delivery),
+            title,
             str(entries),
             str(summary["success"]["n"]),
             *(interval(rate) for rate in summary["success_at"].values()),
             f"{summary['executor_tokens_per_step']:.0f}",
         ]
-        for delivery, by_size in curves.items()
+        for title, by_size in curves.items()
         for entries, summary in by_size.items()
     ]
     budgets = next(iter(next(iter(curves.values())).values()))["success_at"]
@@ -54,8 +57,8 @@ def table(curves: Curves) -> list[str]:
 def plot(curves: Curves, path: Path) -> None:
     """Plot success within the last budget, with its 95 % interval, and the executor's tokens a step."""
     figure, (success, tokens) = figure_of((8.4, 3.2), 1, 2)
-    for i, (delivery, by_size) in enumerate(curves.items()):
-        look: dict[str, Any] = {"color": CURVES[i], "marker": MARKERS[i], "label": plain(display_name(delivery))}
+    for i, (title, by_size) in enumerate(curves.items()):
+        look: dict[str, Any] = {"color": CURVES[i], "marker": MARKERS[i], "label": plain(title)}
         entries, summaries = list(by_size), by_size.values()
         rates = [list(summary["success_at"].values())[-1] for summary in summaries]
         mean, low, high = ([100 * rate[end] for rate in rates] for end in ("mean", "low", "high"))
@@ -73,18 +76,28 @@ def plot(curves: Curves, path: Path) -> None:
     save_figure(figure, path, "entries in memory (raw trajectories; band: 95 % interval)")
 
 
+def played(out: Path, runs: Mapping[str, Sequence[str]], executor: str = "") -> Curves:
+    """Run the evaluations that are not finished, by name, with their settings; return all curves."""
+    curves = Curves()
+    for name, settings in runs.items():
+        run_once(out, name, "eval", "-c", "eval/alfworld-haystack", *settings, "--out", str(out / name))
+        curves |= curves_of(read_results(out / name), executor)
+    return curves
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation, such as limit=35")
     parser.add_argument("--out", type=Path, default=Path("out/haystack"))
     parser.add_argument("--pasted-games", type=int, metavar="N", help="games with pasted memory (default: all)")
+    parser.add_argument("--trained", metavar="MODEL", help="name or folder of an executor trained on pasted memory")
     a = parser.parse_args()
-    fewer = [f"limit={a.pasted_games}"] if a.pasted_games else []
-    curves = Curves()
-    for name, own in (("pasted", ["deliveries=[static]", *fewer]), ("compiled", [])):
-        settings = [*a.overrides, *own, "--out", str(a.out / name)]
-        run_once(a.out, name, "eval", "-c", "eval/alfworld-haystack", *settings)
-        curves |= curves_of(read_results(a.out / name))
+    pasted = ["deliveries=[static]", *([f"limit={a.pasted_games}"] if a.pasted_games else [])]
+    curves = played(a.out, {"pasted": [*a.overrides, *pasted], "compiled": a.overrides})
+    if a.trained:
+        own = [*a.overrides, f"executor.model={a.trained}"]
+        runs = {"trained-pasted": [*own, *pasted], "trained-compiled": [*own, "deliveries=[compiled_text]"]}
+        curves |= played(a.out, runs, executor="trained executor")
     print(*table(curves), sep="\n")
     plot(curves, a.out / "haystack.png")
 
