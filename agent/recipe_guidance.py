@@ -89,14 +89,14 @@ def _last_step(reader: CommandReader, request: CompileRequest, recipe: Sequence[
 
     A command is a step of the recipe if it is in it word for word, or if it has the shape of one that is due.
     """
-    state, told = request.state, {step for _, step in recipe}
-    last = (state.belief(STEP) or "") if state else ""
-    commands = request.history if state is None else request.history[-1:]
+    state, known = request.state, {step for _, step in recipe}
+    last = noted = (state.belief(STEP) or "") if state else ""
+    commands = request.history[-1:] if state else request.history
     for command in () if state and is_refusal(request.observation) else reader.steps(commands):
         due = {reader.shape(step) for _, step in pairs_after(reader, recipe, last)}
-        last = command if command in told or reader.shape(command) in due else last
-    changed = state is not None and last != (state.belief(STEP) or "")
-    return _note(state, STEP, last) if state and changed else (), last
+        if command in known or reader.shape(command) in due:
+            last = command
+    return _note(state, STEP, last) if state and last != noted else (), last
 
 
 def _place(reader: CommandReader, request: CompileRequest) -> tuple[tuple[Op, ...], str]:

@@ -200,7 +200,7 @@ class ScienceWorldReader(CommandReader):
         commands do."""
         theirs, own = (found[1].lower() if (found := _ABOUT.search(text)) else "" for text in (goal, to))
         if theirs and own:
-            command = re.sub(rf"\b{re.escape(theirs)}\b", own, command, flags=re.IGNORECASE)
+            command = re.sub(rf"\b{re.escape(theirs)}\b", lambda _: own, command, flags=re.IGNORECASE)
         return command.replace(" in inventory", "")
 
     def shape(self, command: str) -> str:
