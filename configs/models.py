@@ -369,8 +369,8 @@ class ExecutorConfig(ModelSettings):
     commands; one short pass per branch instead of a score of each. generate: free text, grounded afterwards."""
     prefix_mib: float = Field(default=0, ge=0)
     """engine hf: MiB of the model's device for cached keys and values of earlier prompts, so that a prompt that extends
-    one reads only what is new (vLLM has its own cache); 0: off. Sums then depend in their last digits on earlier
-    prompts, so a resumed run may differ there."""
+    one reads only what is new; 0: off. Sums then depend in their last digits on earlier prompts, so a resumed run may
+    differ there. Other engines ignore it: vLLM has a cache of its own."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature of the choice among admissible commands; 0: the most likely one."""
     images: bool = True
@@ -422,8 +422,6 @@ class ExecutorConfig(ModelSettings):
     def _check_engine(self) -> ExecutorConfig:
         if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
             raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
-        if self.prefix_mib and self.engine != "hf":
-            raise ValueError("executor.prefix_mib is of engine hf; vLLM has a prefix cache of its own")
         if self.quantize and self.engine != "hf":
             raise ValueError(
                 "executor.quantize is of engine hf; vLLM's is executor.vllm.extra, e.g. {quantization: bitsandbytes}"

@@ -217,7 +217,7 @@ def _loaded_pair(engine: Engine, config: DeliveryBench, pair: tuple[str, str], s
         mode="generate",
         max_new_tokens=max(actions),
         context=config.context,
-        prefix_mib=config.prefix_mib if engine == "hf" else 0,
+        prefix_mib=config.prefix_mib,
     )
     acting: Any = load_executor(acts, ExecutorInstructions(INSTRUCTIONS))
     compiler = CompilerConfig(

@@ -92,7 +92,5 @@ def test_settings_of_engines() -> None:
     assert ExecutorConfig(engine="http", url="http://127.0.0.1:8000", mode="constrained").mode == "constrained"
     with pytest.raises(ValueError, match="mode"):
         ExecutorConfig.model_validate({"mode": "guided"})
-    with pytest.raises(ValueError, match=r"prefix_mib is of engine hf"):
-        ExecutorConfig(engine="vllm", prefix_mib=64)
     with pytest.raises(ValueError, match=r"mode choice"):
         ExecutorConfig(mode="constrained", temperature=1.0)
