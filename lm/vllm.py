@@ -26,7 +26,6 @@ CPU_BLOCK = 32  # tokens of a block of the prefix cache; vLLM has 128 on CPU and
 LEFT_OVER = "this vLLM engine failed during an earlier batch: restart it; its log has the cause"
 PROCESS_DIED = "vLLM's engine process died: its log has the cause (often memory); restart it"
 _ON_CPU = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns about every thread setting
@@ -87,11 +86,14 @@ def engine_process(llm: LLM) -> Any:
 
 
 def _cpu_defaults() -> None:
-    """Without a GPU, run vLLM in this process with a small cache, unless the user set these variables.
+    """Without a GPU, run vLLM in this process with a cache of 1 to 4 GiB, unless the user set these variables.
 
-    vLLM reads them when it is imported."""
+    vLLM reads them when it is imported. A cache takes at most a fifth of the machine's memory, since two engines and
+    training may share it."""
     if not torch.cuda.is_available():
-        for name, value in _ON_CPU.items():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        gib = min(max(memory // 5 // 2**30, 1), 4)
+        for name, value in {**_ON_CPU, "VLLM_CPU_KVCACHE_SPACE": str(gib)}.items():
             os.environ.setdefault(name, value)
         if shutil.which(os.environ.get("CXX", "g++")) is None:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile needs a compiler
