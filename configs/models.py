@@ -365,14 +365,15 @@ class ExecutorConfig(ModelSettings):
     api: EndpointConfig = EndpointConfig()
     """engine api: endpoint; model, dtype, device and mode do not apply."""
     mode: ExecutorMode = "choice"
-    """choice: likelihood over admissible commands. constrained: greedy decoding, held to the tokens of the admissible
+    """choice: likelihood over admissible commands. constrained: decoding held to the tokens of the admissible
     commands; one short pass per branch instead of a score of each. generate: free text, grounded afterwards."""
     prefix_mib: float = Field(default=0, ge=0)
     """engine hf: MiB of the model's device for cached keys and values of earlier prompts, so that a prompt that extends
     one reads only what is new; 0: off. Sums then depend in their last digits on earlier prompts, so a resumed run may
     differ there. Other engines ignore it: vLLM has a cache of its own."""
     temperature: float = Field(default=0.0, ge=0)
-    """Temperature of the choice among admissible commands; 0: the most likely one."""
+    """Temperature of the choice among admissible commands, or, in mode constrained, of each token that continues one;
+    0: the most likely."""
     images: bool = True
     """False: no view, even for an executor that reads pictures."""
     context: Literal["turns", "rebuilt"] = "turns"
@@ -420,8 +421,10 @@ class ExecutorConfig(ModelSettings):
 
     @model_validator(mode="after")
     def _check_engine(self) -> ExecutorConfig:
-        if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
-            raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
+        if self.temperature and (self.mode == "generate" or self.engine not in ("hf", "vllm")):
+            raise ValueError(
+                "executor.temperature draws among admissible commands: mode choice or constrained, engine hf or vllm"
+            )
         if self.quantize and self.engine != "hf":
             raise ValueError(
                 "executor.quantize is of engine hf; vLLM's is executor.vllm.extra, e.g. {quantization: bitsandbytes}"

@@ -409,11 +409,11 @@ class GrpoConfig(Settings):
                 "delivery memgen has soft tokens only, which are read without guidance: set executor.soft_on=always "
                 "and loss.latent_weight above 0"
             )
-        here = self.executor.engine == "hf"
-        if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
+        local = self.executor.engine in ("hf", "vllm")
+        if self.loss.latent_gradient == "pathwise" and not (local and self.executor.temperature > 0):
             raise ValueError(
                 "loss.latent_gradient=pathwise needs the gradient of the executor's sampled action: set "
-                "executor.engine=hf and executor.temperature above 0 (1.0 is usual)"
+                "executor.engine=hf or vllm and executor.temperature above 0 (1.0 is usual)"
             )
         if self.loss.latent_gradient == "pathwise" and self.executor.past_soft == "kept":
             raise ValueError("loss.latent_gradient=pathwise trains the newest soft tokens: executor.past_soft=dropped")

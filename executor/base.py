@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,18 @@ from lm.reply_cleaning import clean_reply
 
 DROPPED = 4  # past turns that a prompt leaves out at a time
 
-Answer = tuple[list[int], int | None]  # token ids, and how many tokens of the prompt a cache held (None: unknown)
+
+class Answer(NamedTuple):
+    """What a model wrote.
+
+    Attributes:
+        cached: tokens of the prompt that a cache held; None: unknown.
+        logprob: log-probability of an answer that was drawn; None: the likeliest tokens were taken.
+    """
+
+    ids: list[int]
+    cached: int | None = None
+    logprob: float | None = None
 
 
 class TokenExecutor:
@@ -28,13 +39,15 @@ class TokenExecutor:
     `mode` selects how it acts on admissible commands:
 
     choice       choose by likelihood, exact on every backend
-    constrained  decode greedily, held to the tokens of a command (`executor.decoding`), the same on every backend.
-                 Cheaper, but a likely first word may lead to commands that are all less likely than another one
+    constrained  decode token by token, held to the tokens of a command (`executor.decoding`), the same on every
+                 backend. Cheaper, but a likely first word may lead to commands that are all less likely than another
+                 one
     generate     decode greedily without constraint, and ground the text
 
     Args:
         images: False hides pictures from a model that could see them.
-        temperature: of the choice among admissible commands; 0 takes the likeliest.
+        temperature: of the choice among admissible commands, or of each token that continues one in mode constrained;
+            0 takes the likeliest.
         reads: inputs that `agent.records.executor_request` puts into its requests.
     """
 
@@ -105,33 +118,45 @@ class TokenExecutor:
             self._check_context(prompt, names or () if by_choice or self.mode == "constrained" else ())
         if not requests:
             return []
+        own = [torch.Generator().manual_seed(seed) for seed in seeds or ()] or [self.generator] * len(requests)
         if by_choice:
             cached = self.cached_tokens(prompts)
             # One copy from the device: each copy synchronises it.
             found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
             scores = found.split([len(names or ()) for names in admissible])
-            own = [torch.Generator().manual_seed(seed) for seed in seeds or ()] or [self.generator] * len(requests)
             return [self._chosen(*row) for row in zip(admissible, prompts, scores, cached, own, strict=True)]
-        answers = self.generate(prompts, admissible)
+        answers = self.generate(prompts, admissible, own if self.temperature else None)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Return log p(candidate, end of turn | prompt) of every candidate of every prompt."""
         raise NotImplementedError
 
-    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> Sequence[Answer]:
-        """Decode greedily, held to the commands if `mode` is constrained: ids, and how many tokens of the prompt a
-        cache held (None if unknown)."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Sequence[Answer]:
+        """Decode greedily, held to the commands if `mode` is constrained; a generator draws these commands."""
         raise NotImplementedError
 
     def cached_tokens(self, prompts: Sequence[Prompt]) -> Sequence[int | None]:
         """Return how many tokens of each prompt a cache holds before it is scored; None if unknown."""
         return [None] * len(prompts)
 
-    def _held(self, admissible: Sequence[Sequence[str] | None]) -> dict[int, CommandWalk]:
+    def _held(
+        self, admissible: Sequence[Sequence[str] | None], generators: Sequence[torch.Generator] | None
+    ) -> dict[int, CommandWalk]:
         """Return the walks of the requests, by index, whose answers are held to their commands."""
-        listed = enumerate(admissible if self.mode == "constrained" else ())
-        return {i: CommandWalk([self.action_ids(name) for name in names]) for i, names in listed if names}
+        listed = (
+            zip(admissible, generators or [None] * len(admissible), strict=True) if self.mode == "constrained" else ()
+        )
+        return {
+            i: CommandWalk([self.action_ids(name) for name in names], generator)
+            for i, (names, generator) in enumerate(listed)
+            if names
+        }
 
     def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
         """Return log-probabilities (C,) of C admissible commands at this executor's temperature."""
@@ -177,7 +202,8 @@ class TokenExecutor:
         )
 
     def _grounded(self, candidates: Sequence[str] | None, prompt: Prompt, answer: Answer) -> Action:
-        written, cached = answer
+        written, cached, logprob = answer
+        drawn: dict[str, Any] = {} if logprob is None else {"prompt": prompt, "logprob": logprob}
         if self.mode == "constrained" and candidates:
             at = [self.action_ids(name) for name in candidates].index(tuple(written))
             return Action(
@@ -190,6 +216,7 @@ class TokenExecutor:
                 tokens_cached=cached,
                 chosen=at,
                 turns_dropped=prompt.turns_dropped,
+                **drawn,
             )
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
         text = clean_reply(self.tokenizer.decode(ids, skip_special_tokens=True))

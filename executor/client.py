@@ -117,8 +117,13 @@ class RemoteExecutor(TokenExecutor):
         """Return the model's name at the server, since the weights are not accessible."""
         return f"remote:{self.served_name}"
 
-    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
-        walks = self._held(admissible)
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Answer]:
+        walks = self._held(admissible, generators)
         free = [i for i in range(len(prompts)) if i not in walks]
         settings = {**_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True}
         answers = self._ask([prompts[i] for i in free], [()] * len(free), [settings] * len(free))
@@ -137,7 +142,7 @@ class RemoteExecutor(TokenExecutor):
             return [answer["token_ids"][0] for answer in answers]
 
         follow([walks[i] for i in rows], choose)
-        return [(list(walks[i].path) if i in walks else decoded[i], cached[i]) for i in range(len(prompts))]
+        return [Answer(list(walks[i].path) if i in walks else decoded[i], cached.get(i)) for i in range(len(prompts))]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [[self.action_ids(name) for name in names] for names in candidates]

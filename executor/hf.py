@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.models import ExecutorMode
 from executor.base import Answer, TokenExecutor
-from executor.decoding import FreeWalk, Walk, follow
+from executor.decoding import CommandWalk, FreeWalk, Walk, branches, follow
 from executor.prompt import ExecutorRequest, Rules
 from executor.records import PAPER_VIEW, Action, ExecutorView
 from lm.backbone import Backbone, Batch
@@ -84,15 +84,20 @@ class FrozenExecutor(TokenExecutor):
             actions += super().act(requests[i : i + self.batch_size], seeds and seeds[i : i + self.batch_size])
         return actions
 
-    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Answer]:
         if self.mode != "constrained" and not self.prefixes.budget:
-            return [(ids, None) for ids in self._generate(prompts)]
-        held = self._held(admissible)
+            return list(map(Answer, self._generate(prompts)))
+        held = self._held(admissible, generators)
         walks = [held.get(i) or FreeWalk(self.end_id, self.max_new_tokens) for i in range(len(prompts))]
         if self.backbone.attends_fully and not all(walk.done for walk in walks):
             return self._follow(prompts, walks)
         follow(walks, lambda rows: self._choose(self._reread(prompts, walks, rows), [walks[i] for i in rows]))
-        return [(list(walk.path), None) for walk in walks]
+        return [Answer(list(walk.path), None, walk.logprob) for walk in walks]
 
     def _generate(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Decode freely, as transformers does."""
@@ -129,7 +134,7 @@ class FrozenExecutor(TokenExecutor):
 
         follow(walks, choose)
         cached = reading.cached if self.prefixes.budget else [None] * len(walks)
-        return [(list(walk.path), held) for walk, held in zip(walks, cached, strict=True)]
+        return [Answer(list(walk.path), held, walk.logprob) for walk, held in zip(walks, cached, strict=True)]
 
     def read(self, prompts: Sequence[Prompt], overlapping: bool = False) -> PromptReading:
         """Read what the prefix cache does not hold of the prompts, of which some may begin others (overlapping)."""
@@ -145,17 +150,30 @@ class FrozenExecutor(TokenExecutor):
         return hidden[at[:, 0], at[:, 1]]
 
     def _choose(self, hidden: Tensor, walks: Sequence[Walk]) -> list[int]:
-        """Choose the likeliest allowed token behind each state (b, d)."""
+        """Choose the likeliest allowed token behind each state (b, d), or draw one."""
         logits = self.backbone.logits(hidden)
         best = logits.argmax(-1)
-        if held := [k for k, walk in enumerate(walks) if walk.allowed]:
-            width = max(len(walks[k].allowed) for k in held)
-            tokens = [(*walks[k].allowed, *walks[k].allowed[:1] * (width - len(walks[k].allowed))) for k in held]
-            table = to_device(torch.tensor([[k, *row] for k, row in zip(held, tokens, strict=True)]), logits.device)
-            at, ids = table[:, 0], table[:, 1:]
-            likeliest = logits[at].gather(1, ids).argmax(1, keepdim=True)  # the first of equal ones
-            best = best.index_copy(0, at, ids.gather(1, likeliest).squeeze(1))
+        if held := {k: walk for k, walk in enumerate(walks) if isinstance(walk, CommandWalk)}:
+            rows, ids, own = _allowed_logits(logits, [(k, walk.allowed) for k, walk in held.items()])
+            if self.temperature:
+                taken = to_device(self._draw(own, list(held.values())), logits.device)
+            else:
+                taken = own.argmax(1)  # the first of equal ones
+            best = best.index_copy(0, rows, ids.gather(1, taken[:, None]).squeeze(1))
         return best.tolist()
+
+    def _draw(self, logits: Tensor, walks: Sequence[CommandWalk]) -> Tensor:
+        """Draw an index of each row's logits (b, A), and add its log-probability to the walk's."""
+        logprobs = self._at_temperature(logits).cpu()
+        drawn = []
+        for walk, row in zip(walks, logprobs, strict=True):
+            drawn.append(int(torch.multinomial(row.exp(), 1, generator=walk.generator)))
+            walk.logprob = (walk.logprob or 0.0) + float(row[drawn[-1]])
+        return torch.tensor(drawn)
+
+    def _at_temperature(self, logits: Tensor) -> Tensor:
+        """Return log-probabilities of the last dimension at the executor's temperature, or as they are at 0."""
+        return (logits.float() / (self.temperature or 1.0)).log_softmax(-1)
 
     def cached_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
         if not self.prefixes.budget:
@@ -229,6 +247,27 @@ class FrozenExecutor(TokenExecutor):
             scores.append(-self.action_nll(part, None, actions)[0])
         return list(torch.cat(scores).split([len(names) for names in candidates]))
 
+    def chosen_logprobs(
+        self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]], chosen: Sequence[int]
+    ) -> Tensor:
+        """Return the log-probability (B,) with which the executor draws the chosen one of each prompt's candidates, at
+        its temperature and in its mode; differentiable in the prompts' soft tokens."""
+        if self.mode == "choice":
+            scores = self.candidate_logprobs(prompts, candidates)
+            return torch.stack([self.action_logprobs(s)[at] for s, at in zip(scores, chosen, strict=True)])
+        commands = [[self.action_ids(name) for name in names] for names in candidates]
+        actions = [of_one[at] for of_one, at in zip(commands, chosen, strict=True)]
+        open_at = [branches(of_one, action) for of_one, action in zip(commands, actions, strict=True)]
+        hidden, starts = self._read_actions(prompts, _stacked_soft(prompts), actions)
+        zeros = torch.zeros(len(prompts), device=hidden.device)
+        rows = [(i, at, allowed) for i, of_one in enumerate(open_at) for at, allowed in of_one]
+        if not rows:
+            return zeros
+        read = [(i, len(prompts[i].ids) - 1 - starts[i] + at, names.index(actions[i][at])) for i, at, names in rows]
+        row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
+        _, _, own = _allowed_logits(self.backbone.logits(hidden[row, at]), [(k, r[2]) for k, r in enumerate(rows)])
+        return zeros.index_add(0, row, self._at_temperature(own).gather(1, target[:, None]).squeeze(1))
+
     def action_nll(
         self,
         prompts: Sequence[Prompt],
@@ -243,24 +282,31 @@ class FrozenExecutor(TokenExecutor):
         Args:
             soft_BNd: soft tokens of all rows; None reads each prompt with its own, if it has any.
         """
-        starts = [0] * len(prompts)  # tokens of each row before the first column of the states
-        rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
-        if soft_BNd is None:
-            batch = self.backbone.pad(rows, "right")
-            hidden = self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, rows))
-        else:
-            check_places([row.ids for row in rows], self.placeholder, [soft_BNd.shape[1]] * len(rows))
-            if self.prefixes.budget and not any(row.pictures for row in rows):
-                starts = [row.ids.index(self.placeholder) for row in rows]
-            starts = starts if all(starts) else [0] * len(rows)
-            hidden = self._read_with_soft(rows, starts, soft_BNd)
+        hidden, starts = self._read_actions(prompts, soft_BNd, actions)
         pairs = enumerate(zip(prompts, actions, starts, strict=True))
         read = [(i, len(p.ids) - 1 - start + k, token) for i, (p, a, start) in pairs for k, token in enumerate(a)]
         row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
         logits = self.backbone.logits(hidden[row, at]).float()
         nll = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
-        zeros = torch.zeros(len(rows), device=hidden.device)
+        zeros = torch.zeros(len(prompts), device=hidden.device)
         return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
+
+    def _read_actions(
+        self, prompts: Sequence[Prompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        """Read prompts and their actions: states (B, T, d), and how many tokens of each row precede the first state.
+
+        `soft_BNd` as in `action_nll`."""
+        starts = [0] * len(prompts)
+        rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
+        if soft_BNd is None:
+            batch = self.backbone.pad(rows, "right")
+            return self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, rows)), starts
+        check_places([row.ids for row in rows], self.placeholder, [soft_BNd.shape[1]] * len(rows))
+        if self.prefixes.budget and not any(row.pictures for row in rows):
+            starts = [row.ids.index(self.placeholder) for row in rows]
+        starts = starts if all(starts) else [0] * len(rows)
+        return self._read_with_soft(rows, starts, soft_BNd), starts
 
     def _read_with_soft(self, rows: Sequence[Prompt], starts: Sequence[int], soft_BNd: Tensor) -> Tensor:
         """Read rows with soft tokens: states (B, T, d) of what follows each row's start.
@@ -298,6 +344,32 @@ class FrozenExecutor(TokenExecutor):
             return inject(embeddings, tokens, self.placeholder, soft)
         at = to_device(torch.tensor(rows), embeddings.device)
         return embeddings.index_copy(0, at, inject(embeddings[at], tokens[at], self.placeholder, soft))
+
+
+def _stacked_soft(prompts: Sequence[Prompt]) -> Tensor | None:
+    """Return the soft tokens (B, N, d) of prompts that all have N; else None."""
+    own = [prompt.soft for prompt in prompts if prompt.soft is not None]
+    if len(own) < len(prompts) or len({len(soft) for soft in own}) > 1:
+        return None
+    return torch.stack(own)
+
+
+def _allowed_logits(logits: Tensor, allowed: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the logits of a row's allowed tokens.
+
+    Args:
+        logits: (B, V).
+        allowed: R pairs of a row and its tokens.
+
+    Returns:
+        The rows (R,), their tokens' ids (R, A) and logits (R, A), which are -inf where a row has fewer than A.
+    """
+    width = max(len(ids) for _, ids in allowed)
+    table = [[row, len(ids), *ids, *[ids[0]] * (width - len(ids))] for row, ids in allowed]
+    rows, counts, *ids = to_device(torch.tensor(table), logits.device).unbind(1)
+    ids = torch.stack(ids, 1)
+    missing = torch.arange(width, device=logits.device) >= counts[:, None]
+    return rows, ids, logits[rows].gather(1, ids).masked_fill(missing, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

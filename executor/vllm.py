@@ -99,14 +99,19 @@ class VllmExecutor(TokenExecutor):
                     digest.update(block)
         return digest.hexdigest()
 
-    def generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[Answer]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Answer]:
         from vllm import SamplingParams
 
-        walks = self._held(admissible)
+        walks = self._held(admissible, generators)
         free = [prompt for i, prompt in enumerate(prompts) if i not in walks]
         params = SamplingParams(max_tokens=self.max_new_tokens, stop_token_ids=[self.end_id], **_GREEDY)
         outputs = self._run([self._request(prompt) for prompt in free], [params] * len(free)) if free else []
-        decoded = iter([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
+        decoded = iter([Answer(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
         held = self._decode_held(prompts, walks) if self.holds else self._follow(prompts, walks)
         return [held[i] if i in walks else next(decoded) for i in range(len(prompts))]
 
@@ -114,24 +119,31 @@ class VllmExecutor(TokenExecutor):
         """Decode commands in the engine, one request each. Raises: RuntimeError, if it writes another one."""
         from vllm import SamplingParams
 
-        several = {i: walk.commands for i, walk in walks.items() if not walk.done}
+        several = {i: walk for i, walk in walks.items() if not walk.done}
         params = [
             SamplingParams(
-                max_tokens=max(map(len, commands)),
+                max_tokens=max(map(len, walk.commands)),
                 stop_token_ids=[self.end_id],
-                extra_args={COMMANDS: commands},
-                **_GREEDY,
+                extra_args={COMMANDS: walk.commands},
+                **self._drawing(walk),
             )
-            for commands in several.values()
+            for walk in several.values()
         ]
         outputs = self._run([self._request(prompts[i]) for i in several], params)
-        made: dict[int, Answer] = {i: (list(walk.path), None) for i, walk in walks.items() if walk.done}
-        for (i, commands), output in zip(several.items(), outputs, strict=True):
+        made = {i: Answer(list(walk.path), None, walk.logprob) for i, walk in walks.items() if walk.done}
+        for (i, walk), output in zip(several.items(), outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
-            if tuple(ids) not in commands:
+            if tuple(ids) not in walk.commands:
                 raise RuntimeError(f"tokens {ids} are no listed command: the engine ignores what is allowed")
-            made[i] = ids, output.num_cached_tokens or 0
+            made[i] = Answer(ids, output.num_cached_tokens or 0, _drawn_logprob(output))
         return made
+
+    def _drawing(self, walk: CommandWalk) -> dict[str, Any]:
+        """Return vLLM's settings of drawing a walk's tokens, or of taking the likeliest."""
+        if walk.generator is None:
+            return _GREEDY
+        seed = int(torch.randint(2**31, (1,), generator=walk.generator))
+        return {**_GREEDY, "temperature": self.temperature, "seed": seed, "logprobs": 0}
 
     def _follow(self, prompts: Sequence[Prompt], walks: Mapping[int, CommandWalk]) -> dict[int, Answer]:
         """Ask for one token at each branch of the commands' trees, all prompts at a time; the prefix cache holds the
@@ -142,14 +154,19 @@ class VllmExecutor(TokenExecutor):
 
         def choose(unfinished: list[int]) -> list[int]:
             at = [rows[k] for k in unfinished]
-            params = [SamplingParams(max_tokens=1, allowed_token_ids=list(walks[i].allowed), **_GREEDY) for i in at]
+            params = [
+                SamplingParams(max_tokens=1, allowed_token_ids=list(walks[i].allowed), **self._drawing(walks[i]))
+                for i in at
+            ]
             outputs = self._run([self._request(prompts[i], walks[i].path) for i in at], params)
             for i, output in zip(at, outputs, strict=True):
                 cached.setdefault(i, min(output.num_cached_tokens or 0, len(prompts[i].ids)))
+                if (drawn := _drawn_logprob(output)) is not None:
+                    walks[i].logprob = (walks[i].logprob or 0.0) + drawn
             return [output.outputs[0].token_ids[0] for output in outputs]
 
         follow([walks[i] for i in rows], choose)
-        return {i: (list(walk.path), cached.get(i)) for i, walk in walks.items()}
+        return {i: Answer(list(walk.path), cached.get(i), walk.logprob) for i, walk in walks.items()}
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         actions = [self.action_ids(name) for names in candidates for name in names]
@@ -213,7 +230,17 @@ def engine_settings() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     held = {"logits_processors": [HELD]} if current_platform.is_cpu() else {}  # of the runner that is used on CPU
-    return {**SETTINGS, "enable_prompt_embeds": True, **held}
+    # Log-probabilities are those of the distribution that is drawn from, held to the commands.
+    return {**SETTINGS, "enable_prompt_embeds": True, "logprobs_mode": "processed_logprobs", **held}
+
+
+def _drawn_logprob(output: RequestOutput) -> float | None:
+    """Return the log-probability of an answer's tokens, if it was asked for."""
+    written = output.outputs[0]
+    if written.logprobs is None:
+        return None
+    steps: Any = zip(written.logprobs, written.token_ids, strict=True)
+    return sum(row[id].logprob for row, id in steps)
 
 
 def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:

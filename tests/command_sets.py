@@ -38,9 +38,27 @@ def masked(model: FrozenExecutor, prompt: Prompt, commands: Sequence[str]) -> tu
     """Greedy decoding by a full forward pass per token, whose logits are masked to what continues a command."""
     every, path = [model.action_ids(command) for command in commands], ()
     while path not in every:
-        row = prompt.extended(path)
-        logits = model.model(inputs_embeds=model.embed(torch.tensor([row.ids]), [row])).logits[0, -1]
-        mask = torch.full_like(logits, -torch.inf)
-        mask[[ids[len(path)] for ids in every if ids[: len(path)] == path]] = 0
-        path = (*path, int((logits + mask).argmax()))
+        path = (*path, int(_masked_logits(model, prompt, every, path).argmax()))
     return path
+
+
+@torch.no_grad()
+def masked_logprobs(model: FrozenExecutor, prompt: Prompt, commands: Sequence[str]) -> torch.Tensor:
+    """Return the log-probability of drawing each command token by token, at the model's temperature, the same way."""
+    every = [model.action_ids(command) for command in commands]
+    sums = torch.zeros(len(every))
+    for i, ids in enumerate(every):
+        for k, token in enumerate(ids):
+            logits = _masked_logits(model, prompt, every, ids[:k])
+            sums[i] += (logits / model.temperature).log_softmax(0)[token]
+    return sums
+
+
+def _masked_logits(
+    model: FrozenExecutor, prompt: Prompt, every: Sequence[tuple[int, ...]], path: tuple[int, ...]
+) -> torch.Tensor:
+    row = prompt.extended(path)
+    logits = model.model(inputs_embeds=model.embed(torch.tensor([row.ids]), [row])).logits[0, -1]
+    mask = torch.full_like(logits, -torch.inf)
+    mask[[ids[len(path)] for ids in every if ids[: len(path)] == path]] = 0
+    return logits + mask

@@ -47,7 +47,7 @@ from configs.load import ConfigError
 from configs.training import GrpoConfig
 from envs.registry import Environments, leases
 from executor.base import TokenExecutor
-from executor.build import load_executor
+from executor.build import load_executor, load_frozen
 from executor.hf import FrozenExecutor
 from executor.records import Executor
 from training import distributed
@@ -176,14 +176,16 @@ def run_trainer(
 
 
 def load_executors(config: GrpoConfig, engines: RayEngines | None = None) -> tuple[Executor, HashedExecutor]:
-    """Load the executor that acts and the one that the trainer holds: two only if engines act, and the trainer needs
+    """Load the executor that acts and the one that the trainer holds: two only if an engine acts, and the trainer needs
     the gradient of its own."""
     environment = told_to_executor(config)
     if engines is None or not engines.executors:
-        executor = load_executor(config.executor, environment)
-        return executor, executor
-    actor = ray_executor(config.executor, environment, engines, distributed.rank())
-    return actor, load_executor(config.executor, environment) if config.loss.latent_gradient == "pathwise" else actor
+        actor = load_executor(config.executor, environment)
+    else:
+        actor = ray_executor(config.executor, environment, engines, distributed.rank())
+    if config.loss.latent_gradient != "pathwise" or isinstance(actor, FrozenExecutor):
+        return actor, actor
+    return actor, load_frozen(config.executor, environment)
 
 
 def rollout_engine(

@@ -80,9 +80,9 @@ class Policy:
         noise = to_device(torch.stack([action.noise for action in actions]), zeros.device).to(gaussian.mu)
         soft = self.compiler.projector.to_embeddings(given.at(noise, self.compiler.decoding.soft_temperature))
         prompts = [replace(action.prompt, soft=row) for action, row in zip(actions, soft, strict=True)]
-        scores = self.executor.candidate_logprobs(prompts, [action.candidates for action in actions])
-        chosen = [self.executor.action_logprobs(s)[action.chosen] for s, action in zip(scores, actions, strict=True)]
-        return zeros.index_add(0, index, torch.stack(chosen)[:, None].to(zeros))
+        candidates, chosen = [action.candidates for action in actions], [action.chosen for action in actions]
+        logprobs = self.executor.chosen_logprobs(prompts, candidates, chosen)
+        return zeros.index_add(0, index, logprobs[:, None].to(zeros))
 
     def loss(self, rows: Sequence[WeightedSample]) -> tuple[Tensor, Totals]:
         """Compute the loss of a micro-batch (Eq. 8), and its totals for the metrics. Without old log-probabilities,

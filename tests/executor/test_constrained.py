@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,11 +88,49 @@ def test_only_branches_cost_a_pass_and_requests_without_commands_decode_freely()
     assert walk.path == (5, 5, 5)
 
 
+COMMANDS = ("go to shelf 1", "go to shelf 10", "go to shelf 2", "look", "look at shelf 1", "take mug 1 from shelf 1")
+
+
+def test_drawn_commands_come_as_often_as_their_branches_say() -> None:
+    model, asked = executor(temperature=3.0), request(1, COMMANDS)
+    prompt = model.encode(asked)
+    expected = command_sets.masked_logprobs(model, prompt, COMMANDS)
+    assert float(expected.exp().sum()) == pytest.approx(1, abs=1e-4)
+    every = range(len(COMMANDS))
+    scored = model.chosen_logprobs([prompt] * len(COMMANDS), [COMMANDS] * len(COMMANDS), list(every))
+    torch.testing.assert_close(scored, expected, atol=1e-4, rtol=0)
+    made = model.act([asked] * 400)
+    for at, logprob in enumerate(expected.tolist()):
+        of_it = [action for action in made if action.chosen == at]
+        probability = math.exp(logprob)
+        assert abs(len(of_it) / 400 - probability) < 4 * (probability * (1 - probability) / 400) ** 0.5
+        assert all(action.logprob == pytest.approx(logprob, abs=1e-4) for action in of_it)
+    assert model.act([asked] * 20, seeds=range(20)) == model.act([asked] * 20, seeds=range(20))
+    assert executor().act([asked])[0].logprob is None
+
+
+def test_the_gradient_of_a_drawn_command_is_the_same_with_a_prefix_cache() -> None:
+    gradients = []
+    for mib in (0, 64):
+        model = executor(temperature=0.7, prefix_mib=mib)
+        prompts = [model.encode(request(i, COMMANDS)) for i in (1, 2, 4)]
+        soft = [prompt.soft.clone().requires_grad_() for prompt in prompts if prompt.soft is not None]
+        given = [replace(prompt, soft=own) for prompt, own in zip(prompts, soft, strict=True)]
+        logprobs = model.chosen_logprobs(
+            [*given, given[0]], [COMMANDS, COMMANDS[:3], COMMANDS, ("look",)], [5, 0, 3, 0]
+        )
+        assert logprobs[3] == 0  # the only command
+        logprobs.sum().backward()
+        gradients.append(torch.stack([own.grad for own in soft if own.grad is not None]))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-4)
+    assert all(row.abs().max() > 1e-4 for row in gradients[0])
+
+
 def test_settings_of_engines() -> None:
     for engine in ("hf", "vllm"):
         assert not ExecutorConfig(engine=engine, mode="constrained").reports_confidence
     assert ExecutorConfig(engine="http", url="http://127.0.0.1:8000", mode="constrained").mode == "constrained"
     with pytest.raises(ValueError, match="mode"):
         ExecutorConfig.model_validate({"mode": "guided"})
-    with pytest.raises(ValueError, match=r"mode choice"):
-        ExecutorConfig(mode="constrained", temperature=1.0)
+    with pytest.raises(ValueError, match=r"mode choice or constrained"):
+        ExecutorConfig(mode="generate", temperature=1.0)

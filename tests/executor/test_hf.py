@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from executor.base import Answer
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from executor.records import Grounding, ground
@@ -117,7 +118,7 @@ def test_hash_changes_with_the_weights_only():
 
 def test_a_model_that_reasons_before_it_acts():
     model = executor(mode="generate")
-    model.generate = lambda prompts, admissible: [(list(model.encoder.ids("<think>go to shelf 1</think>look")), None)]
+    model.generate = lambda *_: [Answer(list(model.encoder.ids("<think>go to shelf 1</think>look")))]
     [made] = model.act([request(2)])
     assert (made.action, made.how, made.text) == ("look", Grounding.EXACT, "look")
 

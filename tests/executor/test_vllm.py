@@ -151,6 +151,20 @@ def test_answers_held_to_the_commands_equal_hugging_face() -> None:
     assert [a.action for a in made[:-1]] != [a.action for a in theirs.act(asked[:-1])]
 
 
+@pytest.mark.parametrize("holds", [True, False], ids=["in the engine", "by branch"])
+def test_drawn_commands_have_the_probability_that_hugging_face_draws_them_with(holds: bool) -> None:
+    ours, theirs = pair(mode="constrained", temperature=2.0)
+    ours.holds = holds
+    asked = command_sets.asked([request(i % 4) for i in range(24)])
+    made = ours.act(asked, seeds=range(24))
+    listed = [one.admissible or () for one in asked]
+    prompts, chosen = [theirs.encode(one) for one in asked], [action.chosen or 0 for action in made]
+    expected = theirs.chosen_logprobs(prompts, listed, chosen)
+    torch.testing.assert_close(torch.tensor([a.logprob for a in made]), expected, atol=1e-4, rtol=0)
+    assert made == ours.act(asked, seeds=range(24))
+    assert len({ours.act(asked[:1])[0].action for _ in range(12)}) > 1
+
+
 @pytest.mark.parametrize("mode", ["constrained", "generate"])
 @pytest.mark.parametrize("reads", [TURNS, replace(TURNS, past_soft=True)], ids=["newest", "kept"])
 def test_a_growing_chat_is_hugging_face_s_and_reads_only_what_is_new(mode: str, reads: ExecutorView) -> None:

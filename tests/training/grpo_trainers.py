@@ -124,8 +124,8 @@ def trainer(
     }
     config = GrpoConfig(**merged(defaults, settings))
     make = lambda **kind: tiny_models.memory_compiler(False, projector={"kind": projector}, device=device, **kind)
-    served_by, temperature = make(kind=Engine) if served else None, config.executor.temperature
-    player = engine(make_env, served_by, temperature=temperature, device=device)
+    served_by, acts = make(kind=Engine) if served else None, config.executor
+    player = engine(make_env, served_by, mode=acts.mode, temperature=acts.temperature, device=device)
     compiler, specs = make(), specs or [spec(i) for i in range(3)]
     held = HeldOutTasks(config.evaluation, player, held_out, eval_decoding(config.compiler)) if held_out else None
     return GrpoTrainer(config, compiler, player.executor, player, specs, tmp_path, None, held)

@@ -204,11 +204,13 @@ def test_fresh_samples_have_ratio_one(tmp_path, vlm, latent_temperature):
     assert not any(banned & set(s.emission) for s in samples)
 
 
-@pytest.mark.parametrize("projector", ["gaussian", "linear"])
-def test_fresh_actions_have_ratio_one(tmp_path, projector):
+@pytest.mark.parametrize(
+    ("projector", "mode"), [("gaussian", "choice"), ("linear", "choice"), ("gaussian", "constrained")]
+)
+def test_fresh_actions_have_ratio_one(tmp_path, projector, mode):
     """Rollout and trainer agree on the executor's draws: soft tokens made again from mu, sigma and noise are the ones
     that the executor read."""
-    t = trainer(tmp_path, projector=projector, **PATHWISE)
+    t = trainer(tmp_path, projector=projector, **merged(PATHWISE, {"executor": {"mode": mode}}))
     samples = fresh_samples(t)
     assert {len(s.rollout_logprobs) - s.sampled for s in samples} == {1} and len({s.action.chosen for s in samples}) > 1
     with torch.no_grad():
