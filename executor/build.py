@@ -78,7 +78,7 @@ def load_executor(config: ExecutorConfig, environment: Told, cache: Path | None 
         from lm.vllm import load_engine
 
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=config.revision))
-        llm = load_engine(folder, config.dtype, engine_settings(), config.vllm)
+        llm = load_engine(folder, config.dtype, engine_settings(config.temperature > 0), config.vllm)
         encoder = load_encoder(folder, config.memory_token, arguments=config.chat_template)
         return VllmExecutor(llm, encoder, folder, config.mode, temperature=config.temperature, **common)
     from executor.client import RemoteExecutor

@@ -225,11 +225,15 @@ class VllmExecutor(TokenExecutor):
         return outputs
 
 
-def engine_settings() -> dict[str, Any]:
-    """Return this backend's settings of `vllm.LLM` beyond model and dtype."""
+def engine_settings(draws: bool = False) -> dict[str, Any]:
+    """Return this backend's settings of `vllm.LLM` beyond model and dtype, for an executor that draws or does not."""
     from vllm.platforms import current_platform
 
-    held = {"logits_processors": [HELD]} if current_platform.is_cpu() else {}  # of the runner that is used on CPU
+    held: dict[str, Any] = {}
+    if current_platform.is_cpu():
+        held["logits_processors"] = [HELD]  # of the runner that is used on CPU
+        if draws:  # a seeded request with a chunked prompt kills the engine (vLLM 0.31)
+            held["enable_chunked_prefill"] = False
     # Log-probabilities are those of the distribution that is drawn from, held to the commands.
     return {**SETTINGS, "enable_prompt_embeds": True, "logprobs_mode": "processed_logprobs", **held}
 

@@ -85,7 +85,7 @@ def engine(vlm: bool, role: str = "compiler", ngram: int = 0) -> Any:
     """One engine for all tests of a process: starting the first takes half a minute, the others a few seconds."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ours = compiler_settings(RANK, ngram) if role == "compiler" else executor_settings()
+    ours = compiler_settings(RANK, ngram) if role == "compiler" else executor_settings(draws=True)
     with private_environment():  # vLLM imports Ray, which reads its token then, and never again in this process
         from vllm import LLM
 

@@ -155,13 +155,14 @@ def test_answers_held_to_the_commands_equal_hugging_face() -> None:
 def test_drawn_commands_have_the_probability_that_hugging_face_draws_them_with(holds: bool) -> None:
     ours, theirs = pair(mode="constrained", temperature=2.0)
     ours.holds = holds
-    asked = command_sets.asked([request(i % 4) for i in range(24)])
-    made = ours.act(asked, seeds=range(24))
+    views = [f"You see shelf {i} and mug {i}. " * 16 for i in range(48)]  # more tokens than vLLM reads at once
+    asked = command_sets.asked([replace(request(i % 4), observation=view) for i, view in enumerate(views)])
+    made = ours.act(asked, seeds=range(48))
     listed = [one.admissible or () for one in asked]
     prompts, chosen = [theirs.encode(one) for one in asked], [action.chosen or 0 for action in made]
     expected = theirs.chosen_logprobs(prompts, listed, chosen)
     torch.testing.assert_close(torch.tensor([a.logprob for a in made]), expected, atol=1e-4, rtol=0)
-    assert made == ours.act(asked, seeds=range(24))
+    assert made == ours.act(asked, seeds=range(48))
     assert len({ours.act(asked[:1])[0].action for _ in range(12)}) > 1
 
 
