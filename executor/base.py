@@ -149,18 +149,18 @@ class TokenExecutor:
         self, admissible: Sequence[Sequence[str] | None], generators: Sequence[torch.Generator] | None
     ) -> dict[int, CommandWalk]:
         """Return the walks of the requests, by index, whose answers are held to their commands."""
-        listed = (
-            zip(admissible, generators or [None] * len(admissible), strict=True) if self.mode == "constrained" else ()
-        )
+        if self.mode != "constrained":
+            return {}
+        pairs = enumerate(zip(admissible, generators or [None] * len(admissible), strict=True))
         return {
             i: CommandWalk([self.action_ids(name) for name in names], generator)
-            for i, (names, generator) in enumerate(listed)
+            for i, (names, generator) in pairs
             if names
         }
 
-    def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
-        """Return log-probabilities (C,) of C admissible commands at this executor's temperature."""
-        return (candidate_logprobs / (self.temperature or 1.0)).log_softmax(0)
+    def choice_logprobs(self, scores: Tensor) -> Tensor:
+        """Return log-probabilities (..., C) of C choices with these logits, at this executor's temperature."""
+        return (scores.float() / (self.temperature or 1.0)).log_softmax(-1)
 
     def _check_context(self, prompt: Prompt, candidates: Sequence[str]) -> None:
         """Raise ContextLengthError if an answer or a candidate does not fit behind the prompt."""
@@ -180,7 +180,7 @@ class TokenExecutor:
     ) -> Action:
         drawn: dict[str, Any] = {}
         if self.temperature:
-            logprobs = self.action_logprobs(candidate_logprobs)
+            logprobs = self.choice_logprobs(candidate_logprobs)
             at = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
             drawn = {"prompt": prompt, "logprob": float(logprobs[at])}
         else:

@@ -164,16 +164,12 @@ class FrozenExecutor(TokenExecutor):
 
     def _draw(self, logits: Tensor, walks: Sequence[CommandWalk]) -> Tensor:
         """Draw an index of each row's logits (b, A), and add its log-probability to the walk's."""
-        logprobs = self._at_temperature(logits).cpu()
+        logprobs = self.choice_logprobs(logits).cpu()
         drawn = []
         for walk, row in zip(walks, logprobs, strict=True):
             drawn.append(int(torch.multinomial(row.exp(), 1, generator=walk.generator)))
             walk.logprob = (walk.logprob or 0.0) + float(row[drawn[-1]])
         return torch.tensor(drawn)
-
-    def _at_temperature(self, logits: Tensor) -> Tensor:
-        """Return log-probabilities of the last dimension at the executor's temperature, or as they are at 0."""
-        return (logits.float() / (self.temperature or 1.0)).log_softmax(-1)
 
     def cached_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
         if not self.prefixes.budget:
@@ -254,19 +250,22 @@ class FrozenExecutor(TokenExecutor):
         its temperature and in its mode; differentiable in the prompts' soft tokens."""
         if self.mode == "choice":
             scores = self.candidate_logprobs(prompts, candidates)
-            return torch.stack([self.action_logprobs(s)[at] for s, at in zip(scores, chosen, strict=True)])
+            return torch.stack([self.choice_logprobs(s)[at] for s, at in zip(scores, chosen, strict=True)])
         commands = [[self.action_ids(name) for name in names] for names in candidates]
         actions = [of_one[at] for of_one, at in zip(commands, chosen, strict=True)]
-        open_at = [branches(of_one, action) for of_one, action in zip(commands, actions, strict=True)]
         hidden, starts = self._read_actions(prompts, _stacked_soft(prompts), actions)
-        zeros = torch.zeros(len(prompts), device=hidden.device)
-        rows = [(i, at, allowed) for i, of_one in enumerate(open_at) for at, allowed in of_one]
-        if not rows:
-            return zeros
-        read = [(i, len(prompts[i].ids) - 1 - starts[i] + at, names.index(actions[i][at])) for i, at, names in rows]
+        before = [len(prompt.ids) - 1 - start for prompt, start in zip(prompts, starts, strict=True)]
+        read, allowed = list[tuple[int, int, int]](), list[tuple[int, ...]]()
+        for i, action in enumerate(actions):
+            for at, ids in branches(commands[i], action):
+                read.append((i, before[i] + at, ids.index(action[at])))
+                allowed.append(ids)
+        sums = torch.zeros(len(prompts), device=hidden.device)
+        if not read:  # each prompt has one candidate
+            return sums
         row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
-        _, _, own = _allowed_logits(self.backbone.logits(hidden[row, at]), [(k, r[2]) for k, r in enumerate(rows)])
-        return zeros.index_add(0, row, self._at_temperature(own).gather(1, target[:, None]).squeeze(1))
+        _, _, logits = _allowed_logits(self.backbone.logits(hidden[row, at]), list(enumerate(allowed)))
+        return sums.index_add(0, row, self.choice_logprobs(logits).gather(1, target[:, None]).squeeze(1))
 
     def action_nll(
         self,
