@@ -118,14 +118,16 @@ class TokenExecutor:
             self._check_context(prompt, names or () if by_choice or self.mode == "constrained" else ())
         if not requests:
             return []
-        own = [torch.Generator().manual_seed(seed) for seed in seeds or ()] or [self.generator] * len(requests)
         if by_choice:
             cached = self.cached_tokens(prompts)
             # One copy from the device: each copy synchronises it.
             found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
             scores = found.split([len(names or ()) for names in admissible])
+            own = [torch.Generator().manual_seed(seed) for seed in seeds or ()] or [self.generator] * len(requests)
             return [self._chosen(*row) for row in zip(admissible, prompts, scores, cached, own, strict=True)]
-        answers = self.generate(prompts, admissible, own if self.temperature else None)
+        if self.temperature and seeds is None:
+            seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
+        answers = self.generate(prompts, admissible, seeds if self.temperature else None)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -136,25 +138,25 @@ class TokenExecutor:
         self,
         prompts: Sequence[Prompt],
         admissible: Sequence[Sequence[str] | None],
-        generators: Sequence[torch.Generator] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> Sequence[Answer]:
-        """Decode greedily, held to the commands if `mode` is constrained; a generator draws these commands."""
+        """Decode greedily, held to the commands if `mode` is constrained; with seeds, draw these commands."""
         raise NotImplementedError
 
     def cached_tokens(self, prompts: Sequence[Prompt]) -> Sequence[int | None]:
         """Return how many tokens of each prompt a cache holds before it is scored; None if unknown."""
         return [None] * len(prompts)
 
-    def _held(
-        self, admissible: Sequence[Sequence[str] | None], generators: Sequence[torch.Generator] | None
-    ) -> dict[int, CommandWalk]:
+    def _held(self, admissible: Sequence[Sequence[str] | None], seeds: Sequence[int] | None) -> dict[int, CommandWalk]:
         """Return the walks of the requests, by index, whose answers are held to their commands."""
         if self.mode != "constrained":
             return {}
-        pairs = enumerate(zip(admissible, generators or [None] * len(admissible), strict=True))
         return {
-            i: CommandWalk([self.action_ids(name) for name in names], generator)
-            for i, (names, generator) in pairs
+            i: CommandWalk(
+                [self.action_ids(name) for name in names],
+                None if seeds is None else torch.Generator().manual_seed(seeds[i]),
+            )
+            for i, names in enumerate(admissible)
             if names
         }
 

@@ -121,9 +121,9 @@ class RemoteExecutor(TokenExecutor):
         self,
         prompts: Sequence[Prompt],
         admissible: Sequence[Sequence[str] | None],
-        generators: Sequence[torch.Generator] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Answer]:
-        walks = self._held(admissible, generators)
+        walks = self._held(admissible, seeds)
         free = [i for i in range(len(prompts)) if i not in walks]
         settings = {**_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True}
         answers = self._ask([prompts[i] for i in free], [()] * len(free), [settings] * len(free))

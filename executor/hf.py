@@ -88,11 +88,11 @@ class FrozenExecutor(TokenExecutor):
         self,
         prompts: Sequence[Prompt],
         admissible: Sequence[Sequence[str] | None],
-        generators: Sequence[torch.Generator] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Answer]:
         if self.mode != "constrained" and not self.prefixes.budget:
             return list(map(Answer, self._generate(prompts)))
-        held = self._held(admissible, generators)
+        held = self._held(admissible, seeds)
         walks = [held.get(i) or FreeWalk(self.end_id, self.max_new_tokens) for i in range(len(prompts))]
         if self.backbone.attends_fully and not all(walk.done for walk in walks):
             return self._follow(prompts, walks)

@@ -103,11 +103,11 @@ class VllmExecutor(TokenExecutor):
         self,
         prompts: Sequence[Prompt],
         admissible: Sequence[Sequence[str] | None],
-        generators: Sequence[torch.Generator] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Answer]:
         from vllm import SamplingParams
 
-        walks = self._held(admissible, generators)
+        walks = self._held(admissible, seeds)
         free = [prompt for i, prompt in enumerate(prompts) if i not in walks]
         params = SamplingParams(max_tokens=self.max_new_tokens, stop_token_ids=[self.end_id], **_GREEDY)
         outputs = self._run([self._request(prompt) for prompt in free], [params] * len(free)) if free else []

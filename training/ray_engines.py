@@ -29,7 +29,7 @@ from compiler.prompt import Instructions
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig, model_path
 from configs.training import Placement
-from executor.base import TokenExecutor
+from executor.base import Answer, TokenExecutor
 from executor.build import Told, executor_rules, executor_view, load_executor
 from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
@@ -210,16 +210,17 @@ class ExecutorEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int | None]]:
-        return self._in_batches(self._executor.generate, prompts, admissible)
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        seeds: Sequence[int] | None = None,
+    ) -> list[Answer]:
+        return self._in_batches(self._executor.generate, prompts, admissible, *(() if seeds is None else (seeds,)))
 
-    def _in_batches(
-        self, method: Callable[..., Sequence[Any]], prompts: Sequence[Any], commands: Sequence[Any]
-    ) -> list[Any]:
+    def _in_batches(self, method: Callable[..., Sequence[Any]], *columns: Sequence[Any]) -> list[Any]:
         """Call a method with batches of the size that an executor in a trainer has."""
         size = self._batch_size
-        batches = (method(prompts[i : i + size], commands[i : i + size]) for i in range(0, len(prompts), size))
+        batches = (method(*(of[i : i + size] for of in columns)) for i in range(0, len(columns[0]), size))
         return [row for batch in batches for row in batch]
 
 
@@ -484,15 +485,18 @@ class RayExecutor(TokenExecutor):
         return self._call_in_parts("candidate_logprobs", prompts, candidates)
 
     def generate(
-        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int | None]]:
-        return self._call_in_parts("generate", prompts, admissible)
+        self,
+        prompts: Sequence[Prompt],
+        admissible: Sequence[Sequence[str] | None],
+        seeds: Sequence[int] | None = None,
+    ) -> list[Answer]:
+        return self._call_in_parts("generate", prompts, admissible, *(() if seeds is None else (seeds,)))
 
-    def _call_in_parts(self, method: str, prompts: Sequence[Prompt], commands: Sequence[Any]) -> list[Any]:
+    def _call_in_parts(self, method: str, prompts: Sequence[Prompt], *columns: Sequence[Any]) -> list[Any]:
         """Distribute rows over the engines."""
         own = [p if p.soft is None else replace(p, soft=_own_storage(p.soft)) for p in prompts]
         n = len(self._pool)
-        calls = [part for part in zip(_split(own, n), _split(commands, n), strict=True) if part[0]]
+        calls = [part for part in zip(*(_split(of, n) for of in (own, *columns)), strict=True) if part[0]]
         return [row for rows in self._pool.call_all(method, calls) for row in rows]
 
 

@@ -270,10 +270,16 @@ SEVERAL = {"household": ExecutorInstructions("You keep house.", True), "alfworld
 
 @pytest.mark.parametrize(
     ("number", "mode", "told"),
-    [(1, "choice", ALONE), (2, "choice", ALONE), (1, "generate", ALONE), (1, "choice", SEVERAL)],
+    [
+        (1, "choice", ALONE),
+        (2, "choice", ALONE),
+        (1, "generate", ALONE),
+        (2, "constrained", ALONE),
+        (1, "choice", SEVERAL),
+    ],
 )
 def test_executors_act_as_the_one_in_the_trainer(number, mode, told):
-    config = EXECUTOR.model_copy(update={"mode": mode, "temperature": 0.7 if mode == "choice" else 0.0})
+    config = EXECUTOR.model_copy(update={"mode": mode, "temperature": 0.0 if mode == "generate" else 0.7})
     actors = [FakeActor(lambda: ExecutorEngine(config, told), dies_at=[2]) for _ in range(number)]
     remote, here = RayExecutor(config, told, pool(*actors)), load_executor(config, told)
     assert isinstance(here, TokenExecutor) and remote.hash() == here.hash()
