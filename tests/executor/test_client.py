@@ -142,6 +142,7 @@ def test_likelihoods_and_choices_are_those_of_the_model() -> None:
 def test_answers_held_to_the_commands_are_those_of_the_model() -> None:
     with standing_in() as (url, handler, _):
         ours, theirs, asked = remote(url, mode="constrained"), handler.reference, command_sets.asked(requests())
+        asked.append(replace(asked[0], admissible=("look",)))  # answered without asking the server
         theirs.mode = "constrained"
         made = ours.act(asked)
         assert made == theirs.act(asked) and {action.how for action in made} == {Grounding.CHOICE}
