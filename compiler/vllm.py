@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from compiler.records import Compilation, CompileRequest, Decoding, Entries, His
 from configs.models import Speed
 from lm.engine_loop import EngineLoop
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import EXTENSION, SETTINGS, check_prompt_ids, tail_of, vllm_request
+from lm.vllm import EXTENSION, SETTINGS, check_prompt_ids, sampling_arguments, tail_of, token_logprobs, vllm_request
 from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
@@ -290,26 +290,22 @@ class VllmCompiler(TokenCompiler):
 
 def engine_settings(lora_rank: int, ngram: int = 0) -> dict[str, Any]:
     """Return this backend's settings of `vllm.LLM` beyond model and dtype; `ngram` as in `configs.models.Speed`."""
-    from vllm.platforms import current_platform
-
     ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
     return {
         **SETTINGS,
         "enable_lora": True,
         "max_loras": 2,  # the present weights, and those of requests that began before a change
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
-        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, as training scores it
         "worker_extension_cls": EXTENSION,
         **({"speculative_config": {**LOOKUP, "num_speculative_tokens": ngram}} if ngram else {}),
-        # On CPU, a seeded request with a chunked prompt kills the engine (vLLM 0.31).
-        **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
+        **sampling_arguments(),
     }
 
 
 def _draft_of(output: RequestOutput | None, end: int) -> Draft:
     if output is None:  # cancelled
         return Draft((end,), torch.zeros(0), True, 0)
-    ids, rows = tuple(output.outputs[0].token_ids), cast(Any, output.outputs[0].logprobs)
-    logprobs = torch.tensor([row[id].logprob for row, id in zip(rows, ids, strict=True)])
+    ids = tuple(output.outputs[0].token_ids)
+    logprobs = torch.tensor(token_logprobs(output.outputs[0].logprobs, ids))
     truncated = ids[-1] != end
     return Draft((*ids, end) if truncated else ids, logprobs, truncated, output.num_cached_tokens or 0)

@@ -43,7 +43,7 @@ class CommandWalk:
         return tuple(sorted({ids[len(self.path)] for ids in self._open}))
 
     def take(self, token: int) -> None:
-        """Append an allowed token, and those that must follow it. Raises: ValueError, if it is not allowed."""
+        """Append a token, then the next ones while only one is allowed. Raises: ValueError, if it is not allowed."""
         at = len(self.path)
         self._open = [ids for ids in self._open if ids[at] == token]
         if not self._open:

@@ -253,8 +253,7 @@ class FrozenExecutor(TokenExecutor):
             return torch.stack([self.choice_logprobs(s)[at] for s, at in zip(scores, chosen, strict=True)])
         commands = [[self.action_ids(name) for name in names] for names in candidates]
         actions = [of_one[at] for of_one, at in zip(commands, chosen, strict=True)]
-        hidden, starts = self._read_actions(prompts, _stacked_soft(prompts), actions)
-        before = [len(prompt.ids) - 1 - start for prompt, start in zip(prompts, starts, strict=True)]
+        hidden, before = self._read_actions(prompts, _stacked_soft(prompts), actions)
         read, allowed = list[tuple[int, int, int]](), list[tuple[int, ...]]()
         for i, action in enumerate(actions):
             for at, ids in branches(commands[i], action):
@@ -281,9 +280,8 @@ class FrozenExecutor(TokenExecutor):
         Args:
             soft_BNd: soft tokens of all rows; None reads each prompt with its own, if it has any.
         """
-        hidden, starts = self._read_actions(prompts, soft_BNd, actions)
-        pairs = enumerate(zip(prompts, actions, starts, strict=True))
-        read = [(i, len(p.ids) - 1 - start + k, token) for i, (p, a, start) in pairs for k, token in enumerate(a)]
+        hidden, before = self._read_actions(prompts, soft_BNd, actions)
+        read = [(i, before[i] + k, token) for i, action in enumerate(actions) for k, token in enumerate(action)]
         row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
         logits = self.backbone.logits(hidden[row, at]).float()
         nll = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
@@ -293,19 +291,21 @@ class FrozenExecutor(TokenExecutor):
     def _read_actions(
         self, prompts: Sequence[Prompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]]
     ) -> tuple[Tensor, list[int]]:
-        """Read prompts and their actions: states (B, T, d), and how many tokens of each row precede the first state.
+        """Read prompts and their actions: states (B, T, d), and of each row the state before the action's first token.
 
         `soft_BNd` as in `action_nll`."""
-        starts = [0] * len(prompts)
         rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
+        ends = [len(prompt.ids) - 1 for prompt in prompts]
         if soft_BNd is None:
             batch = self.backbone.pad(rows, "right")
-            return self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, rows)), starts
+            return self.backbone.hidden(batch, embeddings=self.embed(batch.tokens, rows)), ends
         check_places([row.ids for row in rows], self.placeholder, [soft_BNd.shape[1]] * len(rows))
+        starts = [0] * len(rows)
         if self.prefixes.budget and not any(row.pictures for row in rows):
             starts = [row.ids.index(self.placeholder) for row in rows]
         starts = starts if all(starts) else [0] * len(rows)
-        return self._read_with_soft(rows, starts, soft_BNd), starts
+        hidden = self._read_with_soft(rows, starts, soft_BNd)
+        return hidden, [end - start for end, start in zip(ends, starts, strict=True)]
 
     def _read_with_soft(self, rows: Sequence[Prompt], starts: Sequence[int], soft_BNd: Tensor) -> Tensor:
         """Read rows with soft tokens: states (B, T, d) of what follows each row's start.

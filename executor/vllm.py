@@ -26,7 +26,7 @@ from executor.records import PAPER_VIEW, ExecutorView
 from lm.backbone import input_embeddings
 from lm.engine_loop import EngineLoop
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import SETTINGS, check_prompt_ids, vllm_request
+from lm.vllm import SETTINGS, check_prompt_ids, sampling_arguments, token_logprobs, vllm_request
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -229,22 +229,14 @@ def engine_settings(draws: bool = False) -> dict[str, Any]:
     """Return this backend's settings of `vllm.LLM` beyond model and dtype, for an executor that draws or does not."""
     from vllm.platforms import current_platform
 
-    held: dict[str, Any] = {}
-    if current_platform.is_cpu():
-        held["logits_processors"] = [HELD]  # of the runner that is used on CPU
-        if draws:  # a seeded request with a chunked prompt kills the engine (vLLM 0.31)
-            held["enable_chunked_prefill"] = False
-    # Log-probabilities are those of the distribution that is drawn from, held to the commands.
-    return {**SETTINGS, "enable_prompt_embeds": True, "logprobs_mode": "processed_logprobs", **held}
+    held = {"logits_processors": [HELD]} if current_platform.is_cpu() else {}  # of the runner that is used on CPU
+    return {**SETTINGS, "enable_prompt_embeds": True, **held, **(sampling_arguments() if draws else {})}
 
 
 def _drawn_logprob(output: RequestOutput) -> float | None:
     """Return the log-probability of an answer's tokens, if it was asked for."""
     written = output.outputs[0]
-    if written.logprobs is None:
-        return None
-    steps: Any = zip(written.logprobs, written.token_ids, strict=True)
-    return sum(row[id].logprob for row, id in steps)
+    return None if written.logprobs is None else sum(token_logprobs(written.logprobs, written.token_ids))
 
 
 def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:
@@ -252,5 +244,4 @@ def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:
     if (output.num_cached_tokens or 0) > total - len(ids) - 1:  # the token before an id predicts it
         return None
     every: Any = output.prompt_logprobs
-    rows = every[-len(ids) :]
-    return sum(row[id].logprob for row, id in zip(rows, ids, strict=True))
+    return sum(token_logprobs(every[-len(ids) :], ids))

@@ -67,6 +67,22 @@ def revision_arguments(revision: str | None) -> dict[str, Any]:
     return {} if revision is None else {"revision": revision, "tokenizer_revision": revision}
 
 
+def sampling_arguments() -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for seeded requests whose log-probabilities training compares with its own."""
+    from vllm.platforms import current_platform
+
+    return {
+        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, as training scores it
+        # On CPU, a seeded request with a chunked prompt kills the engine (vLLM 0.31).
+        **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
+    }
+
+
+def token_logprobs(rows: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token, from vLLM's tables of log-probabilities by token."""
+    return [row[id].logprob for row, id in zip(rows, ids, strict=True)]
+
+
 def vllm_request(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
     """Convert a prompt without soft tokens, followed by the ids `then`, to vLLM's format."""
     images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
