@@ -105,5 +105,5 @@ def test_a_vllm_server_answers_the_proxy_as_it_answers_the_built_in_executor(
             body = asked | {"messages": MESSAGES[:n]}
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
             assert answer.status_code == 200, answer.text
-            [(ids, _)] = executor.generate([executor.encode(request)], [None])
+            [(ids, *_)] = executor.generate([executor.encode(request)], [None])
             assert ids and answer.json()["choices"][0]["token_ids"] == ids
