@@ -26,11 +26,11 @@ Curves = dict[str, dict[int, Mapping[str, Any]]]
 
 
 def curves_of(results: Mapping[str, Any], executor: str = "") -> Curves:
-    """Sort the summaries of the matrix by delivery, with the executor's name, and number of entries."""
+    """Sort the summaries of the matrix by executor's name and delivery, and by number of entries."""
     found: Curves = {}
     for name, summary in results["results"].items():
         group, delivery = split_name(name)
-        title = display_name(delivery) + (f", {executor}" if executor else "")
+        title = (f"{executor}: " if executor else "") + display_name(delivery)
         found.setdefault(title, {})[int(group.rpartition("=")[2])] = summary
     return {title: dict(sorted(by_size.items())) for title, by_size in found.items()}
 
@@ -72,7 +72,7 @@ def plot(curves: Curves, path: Path) -> None:
         panel.set_ylim(bottom=-2 if panel is success else 0)
         titled(panel, title)
         quiet(panel, grid="y")
-    success.legend(fontsize=8, frameon=False)
+    tokens.legend(fontsize=8, frameon=False)
     save_figure(figure, path, "entries in memory (raw trajectories; band: 95 % interval)")
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     if a.trained:
         own = [*a.overrides, f"executor.model={a.trained}"]
         runs = {"trained-pasted": [*own, *pasted], "trained-compiled": [*own, "deliveries=[compiled_text]"]}
-        curves |= played(a.out, runs, executor="trained executor")
+        curves |= played(a.out, runs, executor="trained model")
     print(*table(curves), sep="\n")
     plot(curves, a.out / "haystack.png")
 

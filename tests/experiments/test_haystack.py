@@ -16,8 +16,8 @@ def test_results_are_sorted_by_delivery_and_size_and_drawn(tmp_path: Path) -> No
     names = [f"entries={k}/{delivery}" for k in (16, 1) for delivery in ("static", "compiled_text")]
     curves = curves_of({"results": dict.fromkeys(names, summary)}, "trained")
     assert [(title, list(by_size)) for title, by_size in curves.items()] == [
-        ("static memory, trained", [1, 16]),
-        ("compiled, text only, trained", [1, 16]),
+        ("trained: static memory", [1, 16]),
+        ("trained: compiled, text only", [1, 16]),
     ]
     assert table(curves)[2].split(" | ")[1:] == ["1", "7", "50.0 [40.0, 60.0]", "50.0 [40.0, 60.0]", "500 |"]
     plot(curves, tmp_path / "haystack.png")
